@@ -1,0 +1,185 @@
+"""Configuration: dataclass defaults <- YAML file (``config=``) <- ``key=value`` on the command line.
+
+The dataclass beside the code it configures is the schema. An unknown key is an error that names the
+nearest known one, a wrong type says what was expected, and ``--help`` prints every field with its
+type, its default and the comment that stands beside it in the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import io
+import sys
+import tokenize
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lingua.errors import UserError
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], argv: list[str]) -> T:
+    """Build ``cls`` from command-line words.
+
+    Args:
+        cls: a dataclass; nested dataclasses are nested sections.
+        argv: ``key.sub=value`` words; ``config=FILE.yaml`` is read first, the others override it.
+
+    Raises:
+        UserError: unknown key, wrong type, unreadable file, or a check in a ``__post_init__``.
+    """
+    words, path = [], None
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"argument {word!r} is not of the form key=value (see --help)")
+        if key == "config":
+            path = value
+        else:
+            words.append(word)
+    layers = [] if path is None else [(path, _read_yaml(path))]
+    try:
+        layers.append(("the command line", OmegaConf.to_container(OmegaConf.from_dotlist(words))))
+    except Exception as error:  # OmegaConf lets its parser's exceptions through
+        raise UserError(f"cannot read the arguments {' '.join(words)!r}: {_first_line(error)}") from None
+    return build(cls, *layers)
+
+
+def build(cls: type[T], *layers: tuple[str, dict[str, Any]]) -> T:
+    """Build ``cls`` from ``(origin, nested dict)`` layers, later ones winning. Raises UserError."""
+    config = OmegaConf.structured(cls)
+    for origin, values in layers:
+        check_keys(cls, values, origin)
+        try:
+            config = OmegaConf.merge(config, values)
+        except OmegaConfBaseException as error:
+            raise UserError(f"{origin}: {error.full_key or 'config'}: {_first_line(error)}") from None
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise UserError(f"no value for {', '.join(missing)}: give it in the YAML file or as {missing[0]}=...")
+    return OmegaConf.to_object(config)  # type: ignore[return-value]
+
+
+def check_keys(cls: type, values: dict[str, Any], origin: str, prefix: str = "") -> None:
+    """Raise UserError at the first key of ``values`` that the dataclass ``cls`` does not have."""
+    hints = typing.get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
+            raise UserError(f"{origin}: unknown key {prefix}{key}: {hint}")
+        inner = _dataclass_of(hints[key])
+        if inner and isinstance(value, dict):
+            check_keys(inner, value, origin, f"{prefix}{key}.")
+
+
+def to_yaml(args: Any) -> str:
+    """The resolved config as YAML; ``config=`` reads it back to an equal object."""
+    return OmegaConf.to_yaml(OmegaConf.structured(args))
+
+
+def to_dict(args: Any) -> dict[str, Any]:
+    """The resolved config as nested plain dicts."""
+    return dataclasses.asdict(args)
+
+
+def help_text(cls: type, usage: str) -> str:
+    """Every field of ``cls`` with type, default and the comment beside it in the source."""
+    lines = [f"usage: {usage} [config=FILE.yaml] [key=value ...]", ""]
+    doc = inspect.getdoc(cls)
+    if doc and not doc.startswith(cls.__name__ + "("):
+        lines += [doc, ""]
+    return "\n".join(lines + list(_help_lines(cls, "")))
+
+
+def cli(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str] | None = None) -> None:
+    """The whole command-line entry of a module: parse, run, and turn a UserError into one message.
+
+    Exit status: 0 done, 2 user error, 130 interrupted.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if any(word in ("-h", "--help", "help") for word in argv):
+        print(help_text(cls, usage))
+        return
+    try:
+        run(parse(cls, argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise UserError(f"config={path}: no such file")
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # yaml's own errors and OmegaConf's
+        raise UserError(f"config={path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"config={path}: expected a mapping of keys to values, found a {type(values).__name__}")
+    return typing.cast("dict[str, Any]", values)
+
+
+def _dataclass_of(hint: Any) -> type | None:
+    """The dataclass in ``X`` or ``X | None``."""
+    for option in (hint, *typing.get_args(hint)):
+        if isinstance(option, type) and dataclasses.is_dataclass(option):
+            return option
+    return None
+
+
+def _help_lines(cls: type, prefix: str) -> typing.Iterator[str]:
+    hints, comments = typing.get_type_hints(cls), field_comments(cls)
+    for field in dataclasses.fields(cls):
+        inner = _dataclass_of(hints[field.name])
+        comment = f"  # {comments[field.name]}" if comments.get(field.name) else ""
+        if inner:
+            yield f"{prefix}{field.name}:{comment}"
+            yield from _help_lines(inner, f"{prefix}{field.name}.")
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        required = default is dataclasses.MISSING or default == "???"
+        hint = hints[field.name]
+        kind = hint.__name__ if type(hint) is type else str(hint).replace("typing.", "")
+        shown = "required" if required else repr(default)
+        yield f"  {prefix}{field.name}: {kind} = {shown}{comment}"
+
+
+def field_comments(cls: type) -> dict[str, str]:
+    """The comment at the end of each field's line, or on the lines straight above it, by field name."""
+    comments: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+        source = inspect.cleandoc("\n" + inspect.getsource(base))
+        found = {
+            token.start[0]: (token.line.strip().startswith("#"), token.string.lstrip("# ").strip())
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT
+        }
+        for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            above, line = [], node.lineno - 1
+            while line in found and found[line][0]:
+                above.insert(0, found[line][1])
+                line -= 1
+            beside = [found[node.end_lineno][1]] if node.end_lineno in found else []
+            comments[node.target.id] = " ".join(above + beside)
+    return comments
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
