@@ -1,0 +1,63 @@
+"""Scores of predictions, equal to scikit-learn's and SciPy's, which training and evaluation do not need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+
+def accuracy(target_M: np.ndarray, predicted_M: np.ndarray) -> float:
+    """Fraction of equal labels."""
+    return float(np.mean(target_M == predicted_M))
+
+
+def _confusion(target_M: np.ndarray, predicted_M: np.ndarray) -> np.ndarray:
+    """Counts [true, predicted] over the classes that occur in either."""
+    classes, code = np.unique(np.concatenate([target_M, predicted_M]), return_inverse=True)
+    true_M, guess_M = code[: len(target_M)], code[len(target_M) :]
+    c = len(classes)
+    return np.bincount(true_M * c + guess_M, minlength=c * c).reshape(c, c).astype(np.float64)
+
+
+def macro_f1(target_M: np.ndarray, predicted_M: np.ndarray) -> float:
+    """Mean over classes (that occur in either) of 2 TP / (2 TP + FP + FN)."""
+    counts = _confusion(target_M, predicted_M)
+    return float(np.mean(2 * np.diag(counts) / (counts.sum(0) + counts.sum(1))))
+
+
+def matthews(target_M: np.ndarray, predicted_M: np.ndarray) -> float:
+    """Matthews' correlation, for any number of classes (Gorodkin 2004); 0 where it is undefined."""
+    counts = _confusion(target_M, predicted_M)
+    true, guess, n = counts.sum(1), counts.sum(0), counts.sum()
+    scale = np.sqrt((n**2 - guess @ guess) * (n**2 - true @ true))
+    return float((np.trace(counts) * n - true @ guess) / scale) if scale > 0 else 0.0
+
+
+def pearson(target_M: np.ndarray, predicted_M: np.ndarray) -> float:
+    """Linear correlation; 0 where it is undefined (a constant side)."""
+    if np.ptp(target_M) == 0 or np.ptp(predicted_M) == 0:
+        return 0.0
+    a_M, b_M = (values - values.mean() for values in (target_M, predicted_M))
+    return float(a_M @ b_M / np.sqrt((a_M @ a_M) * (b_M @ b_M)))
+
+
+def spearman(target_M: np.ndarray, predicted_M: np.ndarray) -> float:
+    """Rank correlation, equal values sharing their mean rank; 0 where it is undefined (a constant side)."""
+
+    def ranks(values: np.ndarray) -> np.ndarray:
+        _, code, count = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(count) - (count - 1) / 2)[code]
+
+    return pearson(ranks(target_M), ranks(predicted_M))
+
+
+METRICS: dict[str, dict[str, Callable[[np.ndarray, np.ndarray], float]]] = {
+    "classification": {"accuracy": accuracy, "macro_f1": macro_f1, "matthews": matthews},
+    "regression": {"spearman": spearman, "pearson": pearson},
+}
+
+
+def all_metrics(target_M: np.ndarray, predicted_M: np.ndarray, kind: str) -> dict[str, float]:
+    """Every metric of ``kind``, by name."""
+    return {name: function(target_M, predicted_M) for name, function in METRICS[kind].items()}

@@ -1,0 +1,243 @@
+"""Probes against scikit-learn on the same features, and the traps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import Ridge
+from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from lingua.errors import UserError
+from lingua.probe import (
+    ProbeArgs,
+    RidgePath,
+    check_finite,
+    held_out,
+    knn_predictions,
+    majority,
+    nearest,
+    probe,
+    ridge_predictions,
+)
+
+
+def clusters(n: int, d: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Overlapping Gaussian clusters away from the origin, features of very different scales."""
+    rng = np.random.default_rng(seed)
+    centers = np.random.default_rng(99).normal(size=(classes, d))
+    y = rng.integers(classes, size=n)
+    x = (centers[y] + 1.5 * rng.normal(size=(n, d)) + 3.0) * np.geomspace(0.1, 10, d)
+    return x.astype(np.float32), y
+
+
+@pytest.mark.parametrize("n", [12, 40, 300], ids=["n<d", "n=d", "n>d"])
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("standardize", [False, True])
+def test_ridge_equals_scikit_learn_at_each_penalty(n: int, intercept: bool, standardize: bool) -> None:
+    x, y = clusters(n, 40, 3, seed=0)
+    x_test, _ = clusters(50, 40, 3, seed=1)
+    targets = np.eye(3)[y]
+    args = ProbeArgs(intercept=intercept, standardize=standardize)
+    path = RidgePath(
+        *(torch.from_numpy(v).double() for v in (x, targets)), intercept=intercept, standardize=standardize
+    )
+    assert len(args.penalties()) == 9
+    predicted = path.predict(torch.from_numpy(x_test).double(), args.penalties())
+    for penalty, ours in zip(args.penalties(), predicted, strict=True):
+        ridge = Ridge(alpha=penalty, fit_intercept=intercept, solver="svd")
+        reference = make_pipeline(StandardScaler(), ridge) if standardize else ridge
+        theirs = reference.fit(x.astype(np.float64), targets).predict(x_test.astype(np.float64))
+        np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_ridge_is_equation_3() -> None:
+    x, y = clusters(100, 7, 4, seed=2)
+    x, targets, penalty = x.astype(np.float64), np.eye(4)[y], 31.0
+    weights = np.linalg.inv(x.T @ x + penalty * np.eye(7)) @ x.T @ targets
+    path = RidgePath(torch.from_numpy(x), torch.from_numpy(targets))
+    (ours,) = path.predict(torch.eye(7, dtype=torch.float64), [penalty])
+    np.testing.assert_allclose(ours.numpy(), weights, rtol=1e-8, atol=1e-12)
+
+
+def test_ridge_labels_equal_scikit_learns_argmax() -> None:
+    x, y = clusters(200, 10, 5, seed=3)
+    x_test, _ = clusters(100, 10, 5, seed=4)
+    args = ProbeArgs()
+    for setting, ours in ridge_predictions(
+        torch.from_numpy(x).double(), y, torch.from_numpy(x_test).double(), args
+    ):
+        reference = Ridge(alpha=setting["lambda"], fit_intercept=False).fit(
+            x.astype(np.float64), np.eye(5)[y]
+        )
+        assert (ours == reference.predict(x_test.astype(np.float64)).argmax(1)).all()
+
+
+@pytest.mark.parametrize("distance", ["l2", "cosine"])
+def test_knn_equals_scikit_learn_at_each_k(distance: str) -> None:
+    x, y = clusters(300, 8, 4, seed=5)
+    x_test, _ = clusters(200, 8, 4, seed=6)
+    args = ProbeArgs(distances=[distance])
+    metric = {"l2": "euclidean", "cosine": "cosine"}[distance]
+    found = list(knn_predictions(torch.from_numpy(x).double(), y, torch.from_numpy(x_test).double(), args))
+    assert [setting["k"] for setting, _ in found] == [1, 3, 10, 30]
+    for setting, ours in found:
+        reference = KNeighborsClassifier(setting["k"], metric=metric, algorithm="brute").fit(x, y)
+        assert (ours == reference.predict(x_test)).all(), setting
+    heights = x[:, 0].astype(np.float64)
+    for setting, ours in knn_predictions(
+        torch.from_numpy(x).double(), heights, torch.from_numpy(x_test).double(), args
+    ):
+        reference = KNeighborsRegressor(setting["k"], metric=metric, algorithm="brute").fit(x, heights)
+        np.testing.assert_allclose(ours, reference.predict(x_test), rtol=1e-9)
+
+
+def test_a_tie_in_votes_goes_to_the_lowest_label() -> None:
+    x = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
+    y = np.array([2, 0, 1])
+    ((_, ours),) = knn_predictions(
+        x, y, torch.tensor([[0.1]]).double(), ProbeArgs(neighbours=[3], distances=["l2"])
+    )
+    assert ours.tolist() == [0]
+    reference = KNeighborsClassifier(3).fit(x.numpy(), y)
+    assert reference.predict([[0.1]]).tolist() == [0]
+
+
+def test_nearest_breaks_ties_by_index_and_does_not_depend_on_the_chunks() -> None:
+    rng = np.random.default_rng(0)
+    half = torch.from_numpy(rng.integers(-1, 2, size=(200, 2)).astype(np.float64))  # nine points, many times
+    x = torch.cat([half, -half])  # a mean of exactly 0: any other rounds equal distances apart
+    queries = torch.from_numpy(rng.integers(-1, 2, size=(40, 2)).astype(np.float64))
+    squared = (queries[:, None] - x[None]).square().sum(-1)
+    expected = squared.sort(dim=1, stable=True).indices[:, :30]
+    for chunk_numbers in (1, 1000, 1 << 20):
+        assert torch.equal(nearest(x, queries, 30, "l2", chunk_numbers), expected)
+
+
+def test_zero_vectors_under_cosine_are_at_distance_one() -> None:
+    x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
+    queries = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    assert nearest(x, queries, 3, "cosine").tolist() == [[1, 0, 2], [0, 1, 2]]
+    reference = KNeighborsClassifier(1, metric="cosine", algorithm="brute").fit(x.numpy(), [0, 1, 2])
+    assert reference.predict(queries.numpy()).tolist() == [1, 0]
+
+
+def test_k_above_the_number_of_rows_is_left_out() -> None:
+    x, y = clusters(10, 3, 2, seed=7)
+    result = probe(x, y, x, y, ProbeArgs(kinds=["knn"]), "accuracy")["knn"]
+    assert sorted({entry["k"] for entry in result["grid"]}) == [1, 3, 10]
+    assert result["honest"]["k"] <= 8  # two of the ten rows are held out
+    with pytest.raises(UserError, match="none is within the 8 training rows"):
+        probe(x, y, x, y, ProbeArgs(kinds=["knn"], neighbours=[30]), "accuracy")
+
+
+def test_a_class_missing_from_the_training_rows_is_never_predicted() -> None:
+    # Class 0 does not occur, and where all targets seen are predicted negative its zero would win.
+    x, y = np.array([[1.0], [2.0]]), np.array([1, 2])
+    for _, ours in ridge_predictions(
+        torch.from_numpy(x), y, torch.tensor([[-5.0], [4.0]]).double(), ProbeArgs()
+    ):
+        assert set(ours.tolist()) <= {1, 2}
+    result = probe(x, y, np.array([[3.0], [4.0]]), np.array([0, 2]), ProbeArgs(kinds=["ridge"]), "accuracy")
+    assert result["ridge"]["paper"]["accuracy"] == 0.5
+
+
+def test_constant_features_change_nothing_when_standardized() -> None:
+    x, y = clusters(80, 5, 3, seed=8)
+    with_constant = np.concatenate([x, np.full((80, 1), 0.1, dtype=np.float32)], axis=1)
+    args = ProbeArgs(kinds=["ridge"], standardize=True, intercept=True)
+    plain, constant = (probe(v, y, v, y, args, "accuracy")["ridge"] for v in (x, with_constant))
+    assert plain == constant
+    only_constant = probe(np.ones((80, 2)), y, np.ones((80, 2)), y, args, "accuracy")["ridge"]
+    assert only_constant["paper"]["accuracy"] == majority(y, y)["accuracy"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_non_finite_features_are_refused_with_their_row(value: float) -> None:
+    x, y = clusters(20, 3, 2, seed=9)
+    broken = x.copy()
+    broken[7, 1] = value
+    with pytest.raises(
+        UserError, match=r"training rows: NaN or infinity in 1 of 20 rows, the first is row 7"
+    ):
+        probe(broken, y, x, y, ProbeArgs(), "accuracy")
+    with pytest.raises(UserError, match="test rows"):
+        probe(x, y, broken, y, ProbeArgs(), "accuracy")
+    with pytest.raises(UserError, match="targets of the training rows"):
+        probe(x, np.where(np.arange(20) == 3, value, 1.0), x, y * 1.0, ProbeArgs(), "spearman")
+    check_finite(x, "features")
+
+
+def test_lengths_that_differ_and_too_few_rows_are_refused() -> None:
+    x, y = clusters(20, 3, 2, seed=9)
+    with pytest.raises(UserError, match="20 rows of features and 19 targets"):
+        probe(x, y[:19], x, y, ProbeArgs(), "accuracy")
+    with pytest.raises(UserError, match="at least 2"):
+        probe(x[:1], y[:1], x, y, ProbeArgs(), "accuracy")
+
+
+def test_the_two_scores() -> None:
+    """``paper`` is the best of the grid; ``honest`` is the setting that held-out training rows choose."""
+    x, y = clusters(60, 20, 3, seed=10)
+    x_test, y_test = clusters(200, 20, 3, seed=11)
+    args = ProbeArgs(seed=3, lambda_max=1e6)
+    result = probe(x, y, x_test, y_test, args, "accuracy")
+    assert set(result) == {"ridge", "knn"}
+    held = held_out(np.arange(60), 0.2, seed=3)
+    assert held.sum() == 12
+
+    def scores(fit: np.ndarray, on: np.ndarray, on_y: np.ndarray, fit_y: np.ndarray) -> list[float]:
+        ridges = [Ridge(alpha=a, fit_intercept=False).fit(fit, np.eye(3)[fit_y]) for a in args.penalties()]
+        return [float((ridge.predict(on).argmax(1) == on_y).mean()) for ridge in ridges]
+
+    on_test = scores(x, x_test, y_test, y)
+    on_held = scores(x[~held], x[held], y[held], y[~held])
+    assert [entry["accuracy"] for entry in result["ridge"]["grid"]] == on_test
+    assert result["ridge"]["paper"]["accuracy"] == max(on_test)
+    choice = int(np.argmax(on_held))
+    assert result["ridge"]["honest"]["accuracy"] == on_test[choice]
+    assert result["ridge"]["honest"]["lambda"] == args.penalties()[choice]
+    assert result["ridge"]["honest"]["held_out_score"] == on_held[choice]
+    assert max(on_test) != on_test[choice]  # the case tells the two apart
+    assert probe(x, y, x_test, y_test, args, "accuracy") == result
+
+
+def test_regression_targets_are_taken_as_they_are() -> None:
+    rng = np.random.default_rng(12)
+    x = rng.normal(size=(100, 6))
+    y = x @ rng.normal(size=6) + 0.1 * rng.normal(size=100)
+    result = probe(x[:70], y[:70], x[70:], y[70:], ProbeArgs(), "pearson")
+    reference = Ridge(alpha=1.0, fit_intercept=False).fit(x[:70], y[:70]).predict(x[70:])
+    assert result["ridge"]["grid"][0]["pearson"] == pytest.approx(np.corrcoef(reference, y[70:])[0, 1])
+    assert result["ridge"]["honest"]["spearman"] > 0.95
+    assert majority(y[:70], y[70:]) == {"spearman": 0.0, "pearson": 0.0}
+
+
+def test_held_out_takes_whole_groups_and_leaves_some() -> None:
+    groups = np.repeat(np.arange(10), 7)
+    held = held_out(groups, 0.2, seed=0)
+    assert held.sum() == 14
+    assert len(set(groups[held]) & set(groups[~held])) == 0
+    assert held_out(np.array([4, 9]), 0.99, seed=0).sum() == 1
+    assert (held_out(groups, 0.2, seed=0) == held).all()
+    assert (held_out(groups, 0.2, seed=1) != held).any()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"kinds": ["rigde"]}, r"probe.kinds=\['rigde'\]: expected some of ridge, knn"),
+        ({"kinds": []}, "probe.kinds"),
+        ({"lambda_min": 0.0}, "probe.lambda_min=0.0: expected a penalty above 0"),
+        ({"lambda_max": 0.5}, "probe.lambda_max=0.5"),
+        ({"lambdas": 0}, "probe.lambdas=0"),
+        ({"neighbours": [0, 1]}, "probe.neighbours"),
+        ({"distances": ["l1"]}, "probe.distances"),
+        ({"held_out": 1.0}, "probe.held_out=1.0"),
+    ],
+)
+def test_impossible_settings_are_refused(bad: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ProbeArgs(**bad)
