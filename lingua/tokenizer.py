@@ -1,0 +1,291 @@
+"""Text to token ids and back.
+
+Two kinds: ``roberta`` (byte-level BPE with RoBERTa's ids, complete in this package) and ``sentencepiece``
+(a ``.model`` file; ``python -m lingua.tokenizer train`` makes one from a corpus). Special tokens exist only as
+ids: a text that contains ``<mask>`` or ``</s>`` is encoded as the characters it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import heapq
+import io
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lingua.args import cli
+from lingua.errors import UserError
+from lingua.hashing import counter_hash
+from lingua.readers import ReaderArgs, documents
+
+KINDS = ("roberta", "sentencepiece")
+SPECIALS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+
+
+@dataclass
+class TokenizerArgs:
+    name: str = "roberta"  # roberta | sentencepiece
+    path: str | None = None  # the .model file, for sentencepiece
+
+    def __post_init__(self) -> None:
+        if self.name not in KINDS:
+            raise UserError(f"tokenizer.name={self.name}: expected one of {', '.join(KINDS)}")
+        if (self.path is None) == (self.name == "sentencepiece"):
+            need = "needs path=FILE.model" if self.path is None else f"takes no path, found path={self.path}"
+            raise UserError(f"tokenizer.name={self.name} {need}")
+
+
+def build_tokenizer(args: TokenizerArgs) -> Tokenizer:
+    """The tokenizer that ``args`` names. Raises UserError if its file is missing or unusable."""
+    return RobertaTokenizer() if args.name == "roberta" else SentencePieceTokenizer(args.path or "")
+
+
+class Tokenizer:
+    """What every kind has.
+
+    Attributes:
+        vocab_size: number of ids; all ids are below it.
+        bos_id, pad_id, eos_id, unk_id, mask_id: ids of ``<s> <pad> </s> <unk> <mask>``.
+        special_ids: every id that no text produces, ascending (``<unk>`` is among them even for vocabularies
+            that use it for unknown characters).
+    """
+
+    kind: str
+    vocab_size: int
+    bos_id: int
+    pad_id: int
+    eos_id: int
+    unk_id: int
+    mask_id: int
+    special_ids: tuple[int, ...]
+    _sha256: str  # over the vocabulary
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """int32 ids of each text, without special tokens. Lone surrogates are read as U+FFFD."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids``; special tokens by name, incomplete UTF-8 as U+FFFD."""
+        raise NotImplementedError
+
+    def identity(self) -> dict[str, Any]:
+        """What two tokenizers must share for their ids to mean the same; plain JSON values, no path."""
+        ids = {name: getattr(self, f"{name}_id") for name in ("bos", "pad", "eos", "unk", "mask")}
+        return {"kind": self.kind, "vocab_size": self.vocab_size, "special_ids": ids, "sha256": self._sha256}
+
+    def _check_ids(self, ids: Iterable[int]) -> list[int]:
+        checked = [int(i) for i in ids]
+        for i in checked:
+            if not 0 <= i < self.vocab_size:
+                raise UserError(f"token id {i} is outside this vocabulary of {self.vocab_size} ids")
+        return checked
+
+
+class RobertaTokenizer(Tokenizer):
+    """GPT-2's byte-level BPE with RoBERTa's 50,265 ids (Liu et al. 2019, as in fairseq and transformers)."""
+
+    kind = "roberta"
+    vocab_size = 50_265
+    bos_id, pad_id, eos_id, unk_id, mask_id = 0, 1, 2, 3, 50_264
+    special_ids = (0, 1, 2, 3, 50_260, 50_261, 50_262, 50_263, 50_264)
+
+    _FIRST_ID = 4  # the BPE tokens follow <s> <pad> </s> <unk>
+    _NAMES = dict(zip(special_ids, (*SPECIALS[:4], "<|endoftext|>", *(f"madeupword000{i}" for i in range(3)), "<mask>"),
+                      strict=True))  # fmt: skip
+    # GPT-2's pattern, in the possessive form that tiktoken runs fastest
+    _PATTERN = (
+        r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+    )
+
+    def __init__(self) -> None:
+        import tiktoken
+
+        table = gzip.decompress((Path(__file__).parent / "assets" / "roberta_bpe.txt.gz").read_bytes())
+        self.token_bytes: list[bytes] = []  # of id _FIRST_ID + i
+        ranks = []
+        for line in table.splitlines():
+            token, rank = line.split()
+            self.token_bytes.append(base64.b64decode(token))
+            ranks.append(int(rank))
+        self.ranks = dict(zip(self.token_bytes, ranks, strict=True))
+        self._sha256 = hashlib.sha256(table).hexdigest()
+        self._id_of_rank = np.empty(len(ranks), dtype=np.int32)
+        self._id_of_rank[ranks] = np.arange(self._FIRST_ID, self._FIRST_ID + len(ranks), dtype=np.int32)
+        self._bpe = tiktoken.Encoding(
+            "roberta", pat_str=self._PATTERN, mergeable_ranks=self.ranks, special_tokens={}
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # encode_to_numpy spares the Python list of every id, which pays for the renumbering.
+        return [self._id_of_rank[self._bpe.encode_to_numpy(_valid(text))] for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        parts = [
+            self._NAMES[i].encode() if i in self._NAMES else self.token_bytes[i - self._FIRST_ID]
+            for i in self._check_ids(ids)
+        ]
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model (Kudo and Richardson 2018) that defines ``<s> <pad> </s> <unk> <mask>``.
+
+    Raises UserError if the file is missing, is not a model, or lacks one of the five.
+    """
+
+    kind = "sentencepiece"
+
+    def __init__(self, path: str) -> None:
+        import sentencepiece
+
+        if not Path(path).is_file():
+            raise UserError(
+                f"tokenizer.path={path}: no such file (python -m lingua.tokenizer train makes a vocabulary)"
+            )
+        model = Path(path).read_bytes()
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except Exception as error:  # the binding raises plain RuntimeError
+            raise UserError(f"tokenizer.path={path}: not a SentencePiece model: {error}") from None
+        self.vocab_size = self._processor.vocab_size()
+        self._sha256 = hashlib.sha256(model).hexdigest()
+        ids = [self._processor.piece_to_id(name) for name in SPECIALS]
+        for name, index in zip(SPECIALS, ids, strict=True):
+            is_special = self._processor.is_control(index) or self._processor.is_unknown(index)
+            if self._processor.id_to_piece(index) != name or not is_special:
+                raise UserError(
+                    f"tokenizer.path={path}: no special piece {name}; train a vocabulary with "
+                    "python -m lingua.tokenizer train, which defines " + " ".join(SPECIALS)
+                )
+        self.bos_id, self.pad_id, self.eos_id, self.unk_id, self.mask_id = ids
+        self.special_ids = tuple(
+            i
+            for i in range(self.vocab_size)
+            if self._processor.is_control(i) or self._processor.is_unknown(i) or self._processor.is_unused(i)
+        )
+        self._special = frozenset(self.special_ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self._processor.encode([_valid(text) for text in texts], num_threads=1)
+        return [np.array(ids, dtype=np.int32) for ids in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        parts: list[str] = []
+        run: list[int] = []  # SentencePiece drops control pieces, so it decodes only what is between them
+        for i in self._check_ids(ids):
+            if i in self._special:
+                parts += [self._processor.decode(run), self._processor.id_to_piece(i)]
+                run = []
+            else:
+                run.append(i)
+        return "".join([*parts, self._processor.decode(run)])
+
+
+def _valid(text: str) -> str:
+    """``text`` with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+@dataclass
+class TrainArgs:
+    input: str = "???"  # the corpus: a file or a glob of JSONL or plain text, any fsspec path
+    out: str = "???"  # the .model file to write
+    text: str = "text"  # the JSONL column that holds the text
+    vocab_size: int = 2048  # ids, special tokens included
+    kind: str = "unigram"  # unigram | bpe
+    sample_sentences: int = 200_000  # train on this many sentences, chosen by a hash of their place; 0: all
+    character_coverage: float = 0.9995  # share of all characters that get a piece; the rest becomes <unk>
+    byte_fallback: bool = False  # spell the rest in 256 byte pieces instead
+    seed: int = 0  # of the sample
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("unigram", "bpe"):
+            raise UserError(f"kind={self.kind}: expected unigram or bpe")
+        if self.sample_sentences < 0:
+            raise UserError(f"sample_sentences={self.sample_sentences}: expected 0 (all) or more")
+        if not 0 < self.character_coverage <= 1:
+            raise UserError(f"character_coverage={self.character_coverage}: expected above 0 and at most 1")
+
+
+def train(args: TrainArgs) -> None:
+    """Train a SentencePiece vocabulary and write it to ``args.out``: the same bytes for the same input.
+
+    Raises UserError if the input cannot be read or does not fit the vocabulary size.
+    """
+    import sentencepiece
+
+    sentences = _sample(args)
+    if not sentences:
+        raise UserError(f"{args.input}: no text to train a vocabulary on")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),  # an iterator, so that no path gets into the model's bytes
+            model_writer=model,
+            model_type=args.kind,
+            vocab_size=args.vocab_size,
+            character_coverage=args.character_coverage,
+            byte_fallback=args.byte_fallback,
+            max_sentence_length=2 * MAX_SENTENCE_BYTES,
+            bos_id=0, pad_id=1, eos_id=2, unk_id=3,
+            bos_piece="<s>", pad_piece="<pad>", eos_piece="</s>", unk_piece="<unk>",
+            control_symbols=["<mask>"],
+            num_threads=1,
+            minloglevel=2,
+        )  # fmt: skip
+    except Exception as error:  # the binding raises plain RuntimeError and OSError
+        raise UserError(f"vocab_size={args.vocab_size} on {len(sentences)} sentences: {error}") from None
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(out.name + ".partial")
+    partial.write_bytes(model.getvalue())
+    partial.replace(out)
+    tokenizer = SentencePieceTokenizer(args.out)
+    print(f"{args.out}: {tokenizer.vocab_size} pieces from {len(sentences)} sentences")
+
+
+MAX_SENTENCE_BYTES = 4096
+
+
+def _sample(args: TrainArgs) -> list[str]:
+    """``sample_sentences`` sentences, uniformly over the corpus, in corpus order."""
+    smallest: list[tuple[int, int, str]] = []  # heap of (-hash, place, sentence): the largest hash on top
+    place = 0
+    for document in documents(ReaderArgs(path=args.input, text=args.text)):
+        for sentence in _sentences(document.text):
+            entry = (-counter_hash(args.seed, place), place, sentence)
+            if not args.sample_sentences or len(smallest) < args.sample_sentences:
+                heapq.heappush(smallest, entry)
+            elif entry > smallest[0]:
+                heapq.heapreplace(smallest, entry)
+            place += 1
+    return [sentence for _, _, sentence in sorted(smallest, key=lambda entry: entry[1])]
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Pieces of ``text`` that end at a sentence or line end, no longer than SentencePiece reads whole."""
+    for sentence in re.split(r"(?<=[.!?])\s+|\s*\n\s*", _valid(text)):
+        # a character has at most 4 bytes
+        for start in range(0, len(sentence), MAX_SENTENCE_BYTES // 4):
+            piece = sentence[start : start + MAX_SENTENCE_BYTES // 4].replace("\0", " ").strip()
+            if piece:
+                yield piece
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["train"]:
+        print("usage: python -m lingua.tokenizer train input=GLOB out=FILE.model [--help]", file=sys.stderr)
+        raise SystemExit(2)
+    cli(TrainArgs, train, "python -m lingua.tokenizer train", sys.argv[2:])
