@@ -1,0 +1,60 @@
+"""BERT: masked language modelling on the shared encoder, with logits at the masked positions only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lingua.flops import block_flops, matrix_parameters
+from lingua.loss import LossSum, cross_entropy
+from lingua.masking import View, target_weights
+from lingua.transformer import Encoder, TransformerArgs, init_weights
+
+
+@dataclass
+class BertArgs(TransformerArgs):
+    """The encoder is the whole model."""
+
+
+class Bert(nn.Module):
+    """A flat encoder that predicts masked tokens through its own (tied) embedding.
+
+    Args:
+        args: shape, with ``vocab_size`` set.
+        special_ids: token ids that are never prediction targets.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, args: BertArgs, special_ids: tuple[int, ...] = (), seed: int = 0) -> None:
+        super().__init__()
+        self.args, self.special_ids = args, special_ids
+        self.encoder = Encoder(args)
+        if not self.encoder.embedding.weight.is_meta:
+            init_weights(self, args.init_std, seed)
+
+    def forward(self, inputs_BS: Tensor, tokens_BS: Tensor, view: View, weight_B: Tensor | None = None) -> LossSum:
+        """Summed cross-entropy at the masked positions.
+
+        Args:
+            inputs_BS: tokens with the mask token in place (:func:`lingua.masking.mask_tokens`).
+            tokens_BS: the original tokens.
+            view: ``hidden_BS`` are the masked positions.
+            weight_B: 0.0 for rows that only pad the batch.
+        """
+        x_BSD = self.encoder(inputs_BS)
+        x_BMD = x_BSD.gather(1, view.hidden_BS[..., None].expand(-1, -1, x_BSD.shape[-1]))
+        targets_BM = tokens_BS.gather(1, view.hidden_BS)
+        weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
+        return cross_entropy(
+            x_BMD.flatten(0, 1), self.encoder.embedding.weight, targets_BM.flatten(), weights_BM.flatten()
+        )
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """The paper's F for training, per token."""
+        return block_flops(self.encoder.layers, self.args.dim, seq_len)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Weights in matrices: ``full``, used ``per_token``, and of the ``encoder`` that is kept. All equal here."""
+        count = matrix_parameters(self)
+        return {"full": count, "per_token": count, "encoder": count}

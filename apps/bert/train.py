@@ -1,0 +1,73 @@
+"""Pretrain a BERT: ``python -m apps.bert.train config=apps/bert/configs/debug.yaml``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from apps.bert.model import Bert, BertArgs
+from lingua.args import cli
+from lingua.distributed import parallelize
+from lingua.loss import LossSum
+from lingua.masking import ReplaceArgs, View, hidden_count, mask_tokens, split_positions
+from lingua.optim import Optimizer
+from lingua.run import Run, RunArgs
+
+
+@dataclass
+class MlmArgs:
+    """What is masked, and what stands in its place."""
+
+    hidden_ratio: float = 0.2  # share of each row's positions that are predicted (Table 6)
+    replace: ReplaceArgs = field(default_factory=ReplaceArgs)  # 80/10/10 and the like
+    predict_special: bool = False  # also mask and predict <s>, </s> and the like
+
+
+@dataclass
+class BertTrainArgs(RunArgs):
+    """BERT pretraining."""
+
+    model: BertArgs = field(default_factory=BertArgs)
+    masking: MlmArgs = field(default_factory=MlmArgs)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hidden_count(self.data.seq_len, self.masking.hidden_ratio)
+
+
+def train(args: BertTrainArgs) -> None:
+    """Run or resume the training that ``args`` describes."""
+    masking, seq_len = args.masking, args.data.seq_len
+    with Run(args, views=1) as run:
+        special_ids = () if masking.predict_special else run.tokenizer.special_ids
+        mask_id = run.tokenizer.mask_id
+        model = Bert(args.model, special_ids, args.seed)
+        steps = run.total_steps(model.flops_per_token(seq_len))
+        parallelize(model, run.device, run.dtype, args.compile)
+        optimizer = Optimizer(model, args.optim, steps)
+
+        def validation_loss(tokens: Tensor, view: View) -> LossSum:
+            return model(mask_tokens(tokens, view.hidden_BS, mask_id, special_ids), tokens, view)
+
+        for step, micro_batches in run.steps(model, optimizer):
+            loss = targets = torch.zeros((), device=run.device)
+            for rows in micro_batches:
+                view = split_positions(rows.index_B, seq_len, masking.hidden_ratio, args.seed)
+                inputs_BS = mask_tokens(
+                    rows.tokens_BS, view.hidden_BS, mask_id, special_ids,
+                    masking.replace, rows.index_B, args.seed, run.tokenizer.vocab_size,
+                )  # fmt: skip
+                with run.precision():
+                    part = model(inputs_BS, rows.tokens_BS, view, rows.weight_B)
+                part.loss.backward()  # a sum: the optimizer divides by the targets of the whole step
+                loss, targets = loss + part.loss.detach(), targets + part.targets
+            grad_norm = optimizer.step(step, loss, targets)
+            run.log(step, LossSum(loss, targets), grad_norm)
+            run.validate(step, validation_loss)
+            run.save(step)
+
+
+if __name__ == "__main__":
+    cli(BertTrainArgs, train, "python -m apps.bert.train")

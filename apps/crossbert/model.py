@@ -1,0 +1,76 @@
+"""CrossBERT: a deep encoder of the visible tokens and a shallow cross-attention predictor of the hidden ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from lingua.flops import block_flops, matrix_parameters
+from lingua.loss import LossSum, cross_entropy
+from lingua.masking import View, target_weights
+from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs, init_weights
+
+
+@dataclass
+class CrossBertArgs(TransformerArgs):
+    """Shape of encoder and predictor."""
+
+    predictor: PredictorArgs = field(default_factory=PredictorArgs)
+
+
+class CrossBert(nn.Module):
+    """Encoder, predictor, and the embedding as the output matrix of both.
+
+    Args:
+        args: shape, with ``vocab_size`` set.
+        special_ids: token ids that are never prediction targets.
+        seed: of the initial weights; the encoder starts as BERT's does.
+    """
+
+    def __init__(self, args: CrossBertArgs, special_ids: tuple[int, ...] = (), seed: int = 0) -> None:
+        super().__init__()
+        self.args, self.special_ids = args, special_ids
+        self.encoder = Encoder(args)
+        self.predictor = Predictor(args.predictor, args)
+        if not self.encoder.embedding.weight.is_meta:
+            init_weights(self, args.init_std, seed)
+
+    def forward(self, tokens_BS: Tensor, view: View, weight_B: Tensor | None = None) -> LossSum:
+        """Summed cross-entropy of the hidden tokens; the encoder never sees them.
+
+        Args:
+            tokens_BS: the whole rows.
+            view: of these rows, or several stacked views of them (then its batch is a multiple of B).
+            weight_B: 0.0 for rows that only pad the batch.
+        """
+        n_views = len(view.visible_BT) // len(tokens_BS)
+        tokens_BS = tokens_BS.repeat(n_views, 1)
+        weight_B = None if weight_B is None else weight_B.repeat(n_views)
+        visible_BTD = self.encoder(tokens_BS.gather(1, view.visible_BT), view.visible_BT)
+        x_BMD = self.predictor(visible_BTD, view.visible_BT, view.hidden_BS)
+        targets_BM = tokens_BS.gather(1, view.hidden_BS)
+        weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
+        return cross_entropy(
+            x_BMD.flatten(0, 1), self.encoder.embedding.weight, targets_BM.flatten(), weights_BM.flatten()
+        )
+
+    def flops_per_token(self, seq_len: int, hidden_ratio: float, complementary: bool) -> float:
+        """The paper's F for training, per view token.
+
+        A view token costs the encoder or the predictor. A single view at ratio r pays ``F_enc (1 - r) + F_pred r``
+        (eq. 8); with complementary masks the two views have ratios r and 1 - r, so F is their mean, whatever r.
+        """
+        ratio = 0.5 if complementary else hidden_ratio
+        encoder = block_flops(self.encoder.layers, self.args.dim, seq_len)
+        predictor = block_flops(self.predictor.layers, len(self.predictor.mask_vector), seq_len)
+        return encoder * (1 - ratio) + predictor * ratio
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Weights in matrices.
+
+        ``full``: encoder, predictor and embedding; ``per_token``: half of that, the average that touches a token
+        at ratio 0.5 (what Table 11 prints); ``encoder``: what is kept after training, with the embedding.
+        """
+        full = matrix_parameters(self)
+        return {"full": full, "per_token": full // 2, "encoder": matrix_parameters(self.encoder)}

@@ -1,0 +1,64 @@
+"""Pretrain a CrossBERT: ``python -m apps.crossbert.train config=apps/crossbert/configs/debug.yaml``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from apps.crossbert.model import CrossBert, CrossBertArgs
+from lingua.args import cli
+from lingua.distributed import parallelize
+from lingua.loss import LossSum
+from lingua.masking import complementary_views, hidden_count, split_positions
+from lingua.optim import Optimizer
+from lingua.run import Run, RunArgs
+
+
+@dataclass
+class MaskingArgs:
+    """What is hidden from the encoder."""
+
+    hidden_ratio: float = 0.5  # share of each row's positions that are hidden
+    complementary: bool = True  # train on a mask and its inverse together (CMS, section 3.2)
+    predict_special: bool = False  # also predict <s>, </s> and the like
+
+
+@dataclass
+class CrossBertTrainArgs(RunArgs):
+    """CrossBERT pretraining."""
+
+    model: CrossBertArgs = field(default_factory=CrossBertArgs)
+    masking: MaskingArgs = field(default_factory=MaskingArgs)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hidden_count(self.data.seq_len, self.masking.hidden_ratio)
+
+
+def train(args: CrossBertTrainArgs) -> None:
+    """Run or resume the training that ``args`` describes."""
+    masking, seq_len = args.masking, args.data.seq_len
+    make_views = complementary_views if masking.complementary else lambda *a: [split_positions(*a)]
+    with Run(args, views=2 if masking.complementary else 1) as run:
+        special_ids = () if masking.predict_special else run.tokenizer.special_ids
+        model = CrossBert(args.model, special_ids, args.seed)
+        steps = run.total_steps(model.flops_per_token(seq_len, masking.hidden_ratio, masking.complementary))
+        parallelize(model, run.device, run.dtype, args.compile)
+        optimizer = Optimizer(model, args.optim, steps)
+        for step, micro_batches in run.steps(model, optimizer):
+            loss = targets = torch.zeros((), device=run.device)
+            for rows in micro_batches:
+                for view in make_views(rows.index_B, seq_len, masking.hidden_ratio, args.seed):
+                    with run.precision():
+                        part = model(rows.tokens_BS, view, rows.weight_B)
+                    part.loss.backward()  # a sum: the optimizer divides by the targets of the whole step
+                    loss, targets = loss + part.loss.detach(), targets + part.targets
+            grad_norm = optimizer.step(step, loss, targets)
+            run.log(step, LossSum(loss, targets), grad_norm)
+            run.validate(step, model)
+            run.save(step)
+
+
+if __name__ == "__main__":
+    cli(CrossBertTrainArgs, train, "python -m apps.crossbert.train")

@@ -1,0 +1,224 @@
+"""Checkpoints that are either whole or do not exist.
+
+A checkpoint is a folder ``checkpoints/0000001000/``: model and optimizer written by PyTorch's distributed
+checkpoint, ``state.json`` (step, counters), ``config.yaml``, and last of all ``COMPLETE`` with the size and
+checksum of every file. A folder without ``COMPLETE``, or whose files differ in size, is never loaded.
+Distributed checkpoints contain pickles: load only folders you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from lingua.errors import UserError
+from lingua.transformer import Encoder, TransformerArgs
+
+log = logging.getLogger(__name__)
+COMPLETE = "COMPLETE"
+
+
+@dataclass
+class DumpArgs:
+    """When checkpoints are written and how many stay."""
+
+    every: int = 1000  # steps between checkpoints; the last step always has one
+    keep: int = -1  # newest checkpoints to keep; -1 keeps all
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UserError(f"checkpoint.dump.every={self.every}: expected at least 1")
+        if self.keep == 0 or self.keep < -1:
+            raise UserError(f"checkpoint.dump.keep={self.keep}: expected -1 (all) or at least 1")
+
+
+@dataclass
+class CheckpointArgs:
+    """Checkpointing."""
+
+    dump: DumpArgs = field(default_factory=DumpArgs)
+
+
+def save(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], config_yaml: str
+) -> None:
+    """Write one checkpoint; it counts only once ``COMPLETE`` is there.
+
+    Raises:
+        UserError: the disk is full or the folder cannot be written. What was written is removed; earlier
+            checkpoints are untouched.
+    """
+    try:
+        if folder.exists():  # left by a run that died while saving
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=True)
+        (folder / "state.json").write_text(json.dumps(state, indent=1))
+        (folder / "config.yaml").write_text(config_yaml)
+        files = {
+            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+        partial = folder / f"{COMPLETE}.partial"
+        partial.write_text(json.dumps(files, indent=1))
+        partial.rename(folder / COMPLETE)
+    except Exception as error:
+        cause = _root_os_error(error)
+        if cause is None:
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        raise UserError(
+            f"cannot write checkpoint {folder}: {cause.strerror or cause}. Free space or give another dump_dir; "
+            "earlier checkpoints are intact and the same command goes on from the newest"
+        ) from error
+
+
+def _root_os_error(error: BaseException) -> OSError | None:
+    """The operating system's error behind ``error``, which DCP may have wrapped."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error, CheckpointException):
+        return next((e for e, _ in error.failures.values() if isinstance(e, OSError)), None)
+    # PyTorch's zip writer reports a failed write as a RuntimeError.
+    if isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)):
+        return OSError(str(error).split("\n")[0])
+    return None
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Usable checkpoints of a run folder, oldest first; damaged ones are named in the log and left out."""
+    usable = []
+    for folder in sorted((run / "checkpoints").glob("[0-9]*")):
+        damage = find_damage(folder)
+        if damage:
+            log.warning("checkpoint %s is not used: %s", folder, damage)
+        else:
+            usable.append(folder)
+    return usable
+
+
+def find_damage(folder: Path, checksums: bool = False) -> str | None:
+    """What is wrong with a checkpoint folder, or None. ``checksums`` also re-reads every byte."""
+    listing = folder / COMPLETE
+    if not listing.is_file():
+        return f"no {COMPLETE} file: it was still being written when the run stopped"
+    try:
+        files = json.loads(listing.read_text())
+    except ValueError:
+        return f"{COMPLETE} is not readable JSON"
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written"
+        if checksums and _sha256(path) != expected["sha256"]:
+            return f"{name} has changed since it was written (checksum differs)"
+    return None
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Restore model and optimizer in place and return the saved ``state``.
+
+    Raises:
+        UserError: the checkpoint holds other tensors or shapes than the model, or is damaged.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    _load_tensors(folder, {"model": model_state, "optimizer": optimizer_state})
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return json.loads((folder / "state.json").read_text())
+
+
+def _load_tensors(folder: Path, wanted: dict[str, Any]) -> None:
+    """``dcp.load`` into ``wanted``, with every difference in names and shapes told first."""
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    for key, tensor in _flatten(wanted):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if key not in stored:
+            raise UserError(f"checkpoint {folder} has no {key}: it was made by another model config")
+        if tuple(stored[key].size) != tuple(tensor.shape):
+            raise UserError(
+                f"checkpoint {folder}: {key} has shape {tuple(stored[key].size)}, the model's is {tuple(tensor.shape)}"
+            )
+    try:
+        dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+    except Exception as error:
+        damage = find_damage(folder, checksums=True)
+        if damage is None:
+            raise
+        raise UserError(
+            f"checkpoint {folder} cannot be read: {damage}. Remove the folder to use the one before"
+        ) from error
+
+
+def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        return [
+            item for key, value in tree.items() for item in _flatten(value, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    return [(prefix, tree)]
+
+
+def remove_old(run: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` complete checkpoints (-1: none is deleted)."""
+    if keep > 0:
+        for folder in complete_checkpoints(run)[:-keep]:
+            (folder / COMPLETE).unlink()  # first, so that a half-removed folder is not mistaken for whole
+            shutil.rmtree(folder)
+
+
+def resolve(path: str | Path) -> Path:
+    """The checkpoint folder meant by a run folder (its newest) or a checkpoint folder (itself).
+
+    Raises:
+        UserError: no such folder, or nothing complete in it.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such run or checkpoint folder")
+    if (path / "state.json").is_file() or (path / COMPLETE).is_file():
+        damage = find_damage(path)
+        if damage:
+            raise UserError(f"checkpoint {path} is damaged: {damage}")
+        return path
+    found = complete_checkpoints(path)
+    if not found:
+        raise UserError(f"{path}: holds no complete checkpoint (expected {path}/checkpoints/0000001000/{COMPLETE})")
+    return found[-1]
+
+
+def load_encoder_weights(path: str | Path) -> tuple[Encoder, dict[str, Any]]:
+    """The encoder of a run, on the CPU and in eval mode, with the run's config.
+
+    Args:
+        path: run folder (newest complete checkpoint) or checkpoint folder, of any app.
+    """
+    folder = resolve(path)
+    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    fields = TransformerArgs.__dataclass_fields__
+    encoder = Encoder(TransformerArgs(**{k: v for k, v in config["model"].items() if k in fields}))
+    state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
+    _load_tensors(folder, {"model": state})
+    encoder.load_state_dict({name.removeprefix("encoder."): value for name, value in state.items()})
+    return encoder.eval(), config
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,88 @@
+"""Vocabulary cross-entropy that never holds tokens x vocabulary logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Logits held at once, in elements: 64 MB in fp32, small enough to stay warm and large enough to be one
+# efficient product.
+CHUNK_ELEMENTS = 1 << 24
+
+
+class LossSum(NamedTuple):
+    """A loss summed over prediction targets, and how many they were (both scalars, float32 or wider).
+
+    Sums of micro-batches and ranks add up; the mean of a step is the quotient of its sums, so how a step is
+    cut into micro-batches never changes it.
+    """
+
+    loss: Tensor
+    targets: Tensor
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Loss and both gradients of a chunk of rows are made while its logits exist, then these are dropped."""
+
+    @staticmethod
+    def forward(ctx, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor) -> Tensor:
+        device = x_ND.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        x, weight = x_ND.to(dtype), weight_VD.to(dtype)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = torch.empty_like(x) if needs_x else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        rows = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        for start in range(0, len(x), rows):
+            part = slice(start, start + rows)
+            logits = (x[part] @ weight.T).to(wide)
+            log_total = logits.logsumexp(dim=1, keepdim=True)
+            target = targets_N[part, None]
+            loss += ((log_total - logits.gather(1, target)).squeeze(1) * weights_N[part]).sum()
+            if not (needs_x or needs_weight):
+                continue
+            # d loss / d logits = softmax - one-hot, written over the logits.
+            grad = logits.sub_(log_total).exp_()
+            grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=wide))
+            grad = grad.mul_(weights_N[part, None]).to(dtype)
+            if grad_x is not None:
+                grad_x[part] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ x[part]
+        ctx.dtypes = x_ND.dtype, weight_VD.dtype
+        ctx.save_for_backward(grad_x, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        grad_x, grad_weight = ctx.saved_tensors
+        if grad_x is not None:
+            grad_x = (grad_x * grad_loss.to(grad_x.dtype)).to(ctx.dtypes[0])
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad_loss).to(ctx.dtypes[1])
+        return grad_x, grad_weight, None, None
+
+
+def cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor) -> LossSum:
+    """Weighted sum of ``-log softmax(x @ weight.T)[target]``, logits in chunks.
+
+    The products run in the autocast precision if one is on, the softmax in float32 (float64 for float64).
+
+    Args:
+        x_ND: final states at the positions to predict.
+        weight_VD: output matrix.
+        targets_N: token ids, int64.
+        weights_N: 1.0 for targets, 0.0 for positions that do not count.
+    """
+    loss = _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, weights_N)
+    return LossSum(loss, weights_N.sum())
+
+
+def logits(x_ND: Tensor, weight_VD: Tensor) -> Tensor:
+    """All logits [N, V], for looking at predictions; training never calls it."""
+    return F.linear(x_ND, weight_VD)

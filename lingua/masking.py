@@ -1,0 +1,132 @@
+"""Which positions of a row are visible to the encoder and which are hidden from it.
+
+A row's mask is a function of (seed, row index, position) and of nothing else: no random state, and the
+same on every device, rank and batch size. Every row hides exactly the same number of positions, so all
+batches are dense and no attention mask is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lingua.errors import UserError
+from lingua.hashing import counter_hash
+
+
+@dataclass
+class ReplaceArgs:
+    """What BERT's encoder sees at a masked position; ``<mask>`` unless one of these draws it."""
+
+    random_fraction: float = 0.0  # share that shows a random token (BERT's first recipe: 0.1)
+    keep_fraction: float = 0.0  # share that shows the token itself (BERT's first recipe: 0.1)
+
+    def __post_init__(self) -> None:
+        random, keep = self.random_fraction, self.keep_fraction
+        if random < 0 or keep < 0 or random + keep > 1:
+            raise UserError(
+                f"masking.replace.random_fraction={random} and keep_fraction={keep}: "
+                "both must be 0 or more, and at most 1 together"
+            )
+
+
+@dataclass
+class View:
+    """One way to split rows: the encoder sees ``visible_BT``, the loss asks for ``hidden_BS``.
+
+    Both hold positions in the row, ascending, int64; ``B`` is a multiple of the number of rows when a mask
+    and its inverse have equal lengths and are stacked into one batch (all masks first, then all inverses).
+    """
+
+    visible_BT: Tensor
+    hidden_BS: Tensor
+
+
+def hidden_count(seq_len: int, ratio: float) -> int:
+    """How many of ``seq_len`` positions a ratio hides: ``round(seq_len * ratio)``, at least 1 on each side.
+
+    Raises:
+        UserError: the ratio leaves nothing hidden or nothing visible.
+    """
+    count = round(seq_len * ratio)
+    if not 0.0 < ratio < 1.0 or not 1 <= count <= seq_len - 1:
+        raise UserError(
+            f"hidden ratio {ratio} on rows of {seq_len} hides {count} positions: "
+            "at least one must be hidden and one visible; give a ratio strictly between 0 and 1"
+        )
+    return count
+
+
+def split_positions(rows_B: Tensor, seq_len: int, ratio: float, seed: int) -> View:
+    """Hide the ``hidden_count`` positions of each row that have the smallest hashes.
+
+    Args:
+        rows_B: global row indices, int64, on the device that shall hold the result.
+    """
+    count = hidden_count(seq_len, ratio)
+    positions_S = torch.arange(seq_len, device=rows_B.device)
+    order_BS = counter_hash(seed, rows_B[:, None], positions_S).argsort(dim=1, stable=True)
+    return View(visible_BT=order_BS[:, count:].sort(dim=1).values, hidden_BS=order_BS[:, :count].sort(dim=1).values)
+
+
+def complementary_views(rows_B: Tensor, seq_len: int, ratio: float, seed: int) -> list[View]:
+    """A mask and its inverse, so that every position is predicted once (CMS, section 3.2).
+
+    Returns:
+        one stacked view of 2B rows if both halves have the same length, else two views of B rows.
+    """
+    view = split_positions(rows_B, seq_len, ratio, seed)
+    inverse = View(visible_BT=view.hidden_BS, hidden_BS=view.visible_BT)
+    if view.hidden_BS.shape != view.visible_BT.shape:
+        return [view, inverse]
+    return [
+        View(
+            torch.cat((view.visible_BT, inverse.visible_BT)),
+            torch.cat((view.hidden_BS, inverse.hidden_BS)),
+        )
+    ]
+
+
+def mask_tokens(
+    tokens_BS: Tensor,
+    hidden_BM: Tensor,
+    mask_id: int,
+    special_ids: tuple[int, ...],
+    replace: ReplaceArgs | None = None,
+    rows_B: Tensor | None = None,
+    seed: int = 0,
+    vocab_size: int = 0,
+) -> Tensor:
+    """BERT's input: ``mask_id`` at the hidden positions, except where a special token stands.
+
+    Args:
+        replace: what else than ``mask_id`` stands there at times; needs ``rows_B`` (global row indices),
+            ``seed`` and ``vocab_size``, of which the choice is a function. Random tokens are never special.
+    """
+    original_BM = tokens_BS.gather(1, hidden_BM)
+    shown_BM = torch.full_like(original_BM, mask_id)
+    if replace is not None and (replace.random_fraction or replace.keep_fraction):
+        # 53 bits of one hash choose what is shown, another hash chooses the random token.
+        chance = (counter_hash(seed, 1, rows_B[:, None], hidden_BM) >> 11 & (1 << 53) - 1).double() / (1 << 53)
+        ordinary = torch.tensor(sorted(set(range(vocab_size)) - set(special_ids)), device=tokens_BS.device)
+        drawn = counter_hash(seed, 2, rows_B[:, None], hidden_BM) % len(ordinary)
+        shown_BM = torch.where(chance < replace.random_fraction, ordinary[drawn], shown_BM)
+        shown_BM = torch.where(chance >= 1.0 - replace.keep_fraction, original_BM, shown_BM)
+    is_special = target_weights(original_BM, special_ids) == 0
+    return tokens_BS.scatter(1, hidden_BM, torch.where(is_special, original_BM, shown_BM))
+
+
+def target_weights(targets: Tensor, special_ids: tuple[int, ...], weight_B: Tensor | None = None) -> Tensor:
+    """1.0 where a token counts as a prediction target, else 0.0 (special tokens, padding rows).
+
+    Args:
+        targets: [B, S] token ids.
+        special_ids: ids that are never predicted; empty to predict all.
+        weight_B: 0.0 for rows that only pad the batch.
+    """
+    weights = torch.ones_like(targets, dtype=torch.float32)
+    for token_id in special_ids:
+        weights = weights * (targets != token_id)
+    return weights if weight_B is None else weights * weight_B[:, None]

@@ -1,0 +1,130 @@
+"""AdamW with parameter groups, learning-rate schedules, and steps that skip non-finite gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lingua.errors import UserError
+
+
+@dataclass
+class OptimArgs:
+    """AdamW and its schedule. Learning rate and betas are the paper's; the rest takes Lingua's values."""
+
+    lr: float = 6e-4  # peak learning rate
+    min_lr: float = 1e-6  # learning rate at the end (Tables 10 and 11)
+    beta1: float = 0.9  # decay of the gradient average
+    beta2: float = 0.95  # decay of the squared gradient average
+    epsilon: float = 1e-8  # added to the root (not in the paper)
+    weight_decay: float = 0.1  # on matrices only, not on norms, embedding or vectors (not in the paper)
+    clip: float = 1.0  # largest gradient norm; 0 turns clipping off (not in the paper)
+    scheduler: str = "cosine"  # cosine, wsd (constant, then linear decay) or constant
+    warmup: int = -1  # steps of linear warm-up; -1: 2000 or 10% of the run, whichever is less
+    decay_fraction: float = 0.1  # wsd: share of the run that decays
+    max_nonfinite: int = 20  # this many non-finite steps in a row end the run
+
+    def __post_init__(self) -> None:
+        if self.scheduler not in ("cosine", "wsd", "constant"):
+            raise UserError(f"optim.scheduler={self.scheduler}: expected cosine, wsd or constant")
+        if not 0.0 <= self.min_lr <= self.lr:
+            raise UserError(f"optim.min_lr={self.min_lr} must lie between 0 and optim.lr={self.lr}")
+        if not 0.0 <= self.decay_fraction <= 1.0:
+            raise UserError(f"optim.decay_fraction={self.decay_fraction}: expected a share between 0 and 1")
+        if self.max_nonfinite < 1:
+            raise UserError(f"optim.max_nonfinite={self.max_nonfinite}: expected at least 1")
+
+
+def learning_rate(step: int, steps: int, args: OptimArgs) -> float:
+    """Learning rate of update ``step`` (1 is the first) of a run of ``steps`` updates.
+
+    Warm-up reaches ``lr`` at its last step; cosine and wsd reach ``min_lr`` at the last step of the run. A
+    warm-up as long as the run is all the run has.
+    """
+    warmup = min(2000, steps // 10) if args.warmup < 0 else args.warmup
+    if step <= warmup:
+        return args.lr * step / warmup
+    if args.scheduler == "constant":
+        return args.lr
+    if args.scheduler == "wsd":
+        decay = max(1, round(steps * args.decay_fraction)) if args.decay_fraction else 0
+        start = max(warmup, steps - decay)
+        done = (step - start) / max(1, steps - start)
+        return args.lr if done <= 0 else args.lr + (args.min_lr - args.lr) * min(1.0, done)
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return args.min_lr + (args.lr - args.min_lr) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two groups: matrices with decay; norms, vectors and embeddings without."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    decayed, others = [], []
+    for parameter in model.parameters():
+        is_matrix = parameter.dim() >= 2 and id(parameter) not in embeddings
+        (decayed if is_matrix else others).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+class Optimizer:
+    """AdamW that takes summed gradients, clips, follows the schedule and skips non-finite steps.
+
+    Nothing here waits for the device: counters stay on it until somebody reads them.
+    """
+
+    def __init__(self, model: nn.Module, args: OptimArgs, steps: int) -> None:
+        self.args, self.steps = args, steps
+        self.adamw = torch.optim.AdamW(
+            parameter_groups(model, args.weight_decay),
+            lr=args.lr,
+            betas=(args.beta1, args.beta2),
+            eps=args.epsilon,
+            fused=True,
+        )
+        self.parameters = [p for group in self.adamw.param_groups for p in group["params"]]
+        device = self.parameters[0].device
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # non-finite steps so far
+        self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.most_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+
+    def step(self, step: int, loss: Tensor, targets: Tensor) -> Tensor:
+        """One update from gradients of a loss that was summed over ``targets`` targets.
+
+        A non-finite loss or gradient norm leaves weights and moments as they were, bit for bit.
+
+        Returns:
+            norm of the mean gradient before clipping (scalar tensor on the device).
+        """
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm(gradients)
+        norm = total_norm / targets
+        bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        scale = 1.0 / targets
+        if self.args.clip > 0:
+            scale = scale * (self.args.clip / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate(step, self.steps, self.args)
+        # The fused kernel changes nothing where found_inf is 1: the way GradScaler skips, without a sync.
+        self.adamw.grad_scale, self.adamw.found_inf = None, bad.float()
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self.skipped += bad
+        self.in_a_row = (self.in_a_row + 1) * bad
+        self.most_in_a_row = torch.maximum(self.most_in_a_row, self.in_a_row)
+        return norm
+
+    def check(self, step: int) -> None:
+        """Raise UserError if ``max_nonfinite`` steps in a row were skipped (reads the device)."""
+        if int(self.most_in_a_row) >= self.args.max_nonfinite:
+            raise UserError(
+                f"step {step}: {int(self.most_in_a_row)} steps in a row had a non-finite loss or gradient and were "
+                f"skipped ({int(self.skipped)} in all; optim.max_nonfinite={self.args.max_nonfinite}). The weights "
+                "are those of before; lower optim.lr, raise optim.warmup, or look at the data of these steps"
+            )
+
+    def counters(self) -> dict[str, Tensor]:
+        """What must be saved beside AdamW's own state."""
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row, "most_in_a_row": self.most_in_a_row}

@@ -1,0 +1,291 @@
+"""What every training run has around its loop: folder, logs, signals, resuming, saving, validation."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from lingua import checkpoint
+from lingua.args import to_dict, to_yaml
+from lingua.checkpoint import CheckpointArgs
+from lingua.data import DataArgs, Rows, TokenStream
+from lingua.distributed import pick_device, pick_dtype, precision
+from lingua.errors import UserError
+from lingua.loss import LossSum
+from lingua.masking import View, hidden_count
+from lingua.metrics import Console, Metrics, start_logging
+from lingua.optim import OptimArgs, Optimizer, learning_rate
+from lingua.tokenizer import build_tokenizer
+from lingua.validate import ValidationArgs, validate
+
+log = logging.getLogger(__name__)
+
+# A resumed run may change these: they do not touch the mathematics. Everything else only by resume.allow.
+FREE_TO_CHANGE = (
+    "dump_dir", "micro_rows", "compile", "logging", "checkpoint", "validation", "resume",
+    "data.root_dir", "data.validation", "data.prefetch", "optim.max_nonfinite",
+)  # fmt: skip
+
+
+@dataclass
+class LoggingArgs:
+    """How often and where metrics go."""
+
+    every: int = 10  # steps between records
+    tensorboard: bool = True  # write tb/ beside metrics.jsonl
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UserError(f"logging.every={self.every}: expected at least 1")
+
+
+@dataclass
+class ResumeArgs:
+    """What a resumed run may change."""
+
+    allow: list[str] = field(default_factory=list)  # config keys allowed to differ from the run's own, by name
+
+
+@dataclass
+class RunArgs:
+    """What every app's training config has."""
+
+    dump_dir: str = "???"  # run folder; a run that is there already is resumed
+    seed: int = 0  # initial weights, masks and the order of later epochs
+    # Length of the run: give exactly one of steps, tokens and flops.
+    steps: int | None = None  # optimizer steps
+    tokens: float | None = None  # view tokens, as the paper counts: each view of a row counts data.seq_len
+    flops: float | None = None  # training FLOPs, as the paper counts: C = F * tokens
+    batch_tokens: int = 393216  # view tokens in an optimizer step, over all ranks
+    micro_rows: int = 32  # rows in one forward and backward pass; memory decides
+    dtype: str = "auto"  # compute precision: auto, bf16, fp32, fp64
+    compile: bool = False  # torch.compile each block
+    data: DataArgs = field(default_factory=DataArgs)
+    optim: OptimArgs = field(default_factory=OptimArgs)
+    checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
+    validation: ValidationArgs = field(default_factory=ValidationArgs)
+    logging: LoggingArgs = field(default_factory=LoggingArgs)
+    resume: ResumeArgs = field(default_factory=ResumeArgs)
+
+    def __post_init__(self) -> None:
+        lengths = {"steps": self.steps, "tokens": self.tokens, "flops": self.flops}
+        given = {name: value for name, value in lengths.items() if value is not None}
+        if len(given) != 1:
+            raise UserError(f"give exactly one of steps, tokens and flops; found {given or 'none'}")
+        name, value = next(iter(given.items()))
+        if value <= 0:
+            raise UserError(f"{name}={value}: expected more than 0")
+        if self.micro_rows < 1:
+            raise UserError(f"micro_rows={self.micro_rows}: expected at least 1")
+        for ratio in self.validation.ratios:
+            hidden_count(self.data.seq_len, ratio)
+
+
+class Run:
+    """One training run; see ``apps/crossbert/train.py`` for how a loop uses it.
+
+    Args:
+        args: the app's config.
+        views: how many views of each row the objective trains on (2 with complementary masks).
+    """
+
+    def __init__(self, args: RunArgs, views: int) -> None:
+        row_tokens = views * args.data.seq_len
+        if args.batch_tokens < row_tokens or args.batch_tokens % row_tokens:
+            nearest = max(1, round(args.batch_tokens / row_tokens)) * row_tokens
+            raise UserError(
+                f"batch_tokens={args.batch_tokens} is not a whole number of rows: a row of data.seq_len="
+                f"{args.data.seq_len} counts {row_tokens} tokens with {views} view{'s' * (views > 1)}; "
+                f"the nearest that fits is {nearest}"
+            )
+        self.args = args
+        self.rows_per_step = args.batch_tokens // row_tokens
+        self.folder = Path(args.dump_dir)
+        self.device = pick_device()
+        self.dtype = pick_dtype(args.dtype, self.device)
+        self.tokenizer = build_tokenizer(args.data.tokenizer)
+        self.stream = TokenStream(args.data, self.tokenizer, args.seed, self.rows_per_step, args.micro_rows)
+        vocab_size = self.tokenizer.vocab_size
+        if args.model.vocab_size not in (-1, vocab_size):
+            raise UserError(f"model.vocab_size={args.model.vocab_size}, but the tokenizer has {vocab_size}: use -1")
+        args.model.vocab_size = vocab_size
+        self._stop: signal.Signals | None = None
+        self._away = 0.0  # seconds of this interval spent in validation and checkpoints
+
+    def __enter__(self) -> Run:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            start_logging(self.folder)
+        except OSError as error:
+            raise UserError(f"dump_dir={self.folder}: cannot be written: {error.strerror}") from None
+        self._settle_config()
+        self._old_handlers = {
+            s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+        }
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for name in ("console", "metrics"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+        for signum, handler in self._old_handlers.items():
+            signal.signal(signum, handler)
+
+    def _settle_config(self) -> None:
+        """Write ``config.yaml``, or compare with the one the run was started with."""
+        path = self.folder / "config.yaml"
+        if path.is_file() and checkpoint.complete_checkpoints(self.folder):
+            old, new = _flat(OmegaConf.to_container(OmegaConf.load(path))), _flat(to_dict(self.args))
+            changed = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not _is_free(key)]
+            refused = [key for key in changed if key not in self.args.resume.allow]
+            if refused:
+                key = refused[0]
+                raise UserError(
+                    f"{self.folder} holds a run with {key}={old.get(key)}, this command says {key}={new.get(key)}"
+                    f"{f' (and {len(refused) - 1} more: {refused[1:]})' if refused[1:] else ''}. Resume it with the "
+                    f"same config, allow the change with 'resume.allow=[{','.join(refused)}]', or give a new dump_dir"
+                )
+            for key in changed:
+                log.warning("resuming with %s=%s instead of %s, as resume.allow says", key, new.get(key), old.get(key))
+        path.write_text(to_yaml(self.args))
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._stop is not None and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._stop = signal.Signals(signum)
+        log.info("%s: saving after this step, then stopping (Ctrl-C again stops at once)", self._stop.name)
+
+    def total_steps(self, flops_per_token: float) -> int:
+        """Optimizer steps of the whole run, rounded up to a whole step.
+
+        Args:
+            flops_per_token: the paper's F, per view token.
+        """
+        self.flops_per_token = flops_per_token
+        if self.args.steps is not None:
+            return self.args.steps
+        tokens = self.args.tokens if self.args.tokens is not None else self.args.flops / flops_per_token
+        return max(1, round(tokens / self.args.batch_tokens))
+
+    def steps(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[int, list[Rows]]]:
+        """Yield ``(step, micro-batches)`` from where the run stopped to its end, or to a signal.
+
+        Exit status after a signal: 128 + its number (130 for Ctrl-C), with everything saved.
+        """
+        self.model, self.optimizer = model, optimizer
+        done = self._restore()
+        self.metrics = Metrics(self.folder, done, self.args.logging.tensorboard)
+        if done >= optimizer.steps:
+            log.info("%s: finished already, %d of %d steps done", self.folder, done, optimizer.steps)
+            return
+        self.console = Console(self.folder.name, optimizer.steps, done)
+        model.train()
+        self._interval_start, self._interval_step, self._waited = time.perf_counter(), done, 0.0
+        batches = self.stream.steps(done + 1, optimizer.steps)
+        for step in range(done + 1, optimizer.steps + 1):
+            asked = time.perf_counter()
+            micro_batches = next(batches)
+            self._waited += time.perf_counter() - asked
+            yield step, [rows.to(self.device) for rows in micro_batches]
+            self.console.step(step)
+            if self._stop is not None:
+                log.info("stopped by %s after step %d; the same command goes on from there", self._stop.name, step)
+                raise SystemExit(128 + self._stop)
+        log.info("done: %d steps in %s", optimizer.steps, self.folder)
+
+    def _restore(self) -> int:
+        found = checkpoint.complete_checkpoints(self.folder)
+        if not found:
+            return 0
+        state = checkpoint.load(found[-1], self.model, self.optimizer.adamw)
+        for name, counter in self.optimizer.counters().items():
+            counter.fill_(state["optimizer"][name])
+        log.info("resumed %s at step %d", found[-1], state["step"])
+        return state["step"]
+
+    def precision(self) -> Any:
+        """Context for the forward pass in the run's compute precision."""
+        return precision(self.dtype, self.device)
+
+    def log(self, step: int, loss: LossSum, grad_norm: Tensor) -> None:
+        """Record the step's figures at the logging cadence; otherwise do nothing and wait for nothing."""
+        if step % self.args.logging.every and step != self.optimizer.steps:
+            return
+        now = time.perf_counter()
+        seconds = now - self._interval_start - self._away
+        tokens = (step - self._interval_step) * self.args.batch_tokens
+        data_tokens = (step - self._interval_step) * self.rows_per_step * self.args.data.seq_len
+        record = {
+            "step": step,
+            "tokens": step * self.args.batch_tokens,
+            "data_tokens": step * self.rows_per_step * self.args.data.seq_len,
+            "flops": step * self.args.batch_tokens * self.flops_per_token,
+            "loss": float(loss.loss / loss.targets),
+            "grad_norm": float(grad_norm),
+            "lr": learning_rate(step, self.optimizer.steps, self.args.optim),
+            "skipped_steps": int(self.optimizer.skipped),
+            **self.stream.progress(step * self.rows_per_step),
+            "tokens_per_second": tokens / seconds,
+            "data_tokens_per_second": data_tokens / seconds,
+            "data_wait_share": self._waited / seconds,
+        }
+        self.metrics.write(record)
+        self.console.say(record)
+        self.optimizer.check(step)
+        self._interval_start, self._interval_step, self._waited, self._away = now, step, 0.0, 0.0
+
+    def validate(self, step: int, loss: Callable[[Tensor, View], LossSum]) -> None:
+        """Losses on every validation set at every ratio, at the validation cadence and at the end.
+
+        Args:
+            loss: summed loss of tokens [B, S] on the hidden positions of a view.
+        """
+        if step % self.args.validation.every and step != self.optimizer.steps:
+            return
+        with self._elsewhere(), self.precision():
+            self.model.eval()
+            record = validate(self.args.data, self.args.validation, self.tokenizer, self.device, loss)
+            self.model.train()
+        if record:
+            self.metrics.write({"step": step, **record})
+            log.info("step %d  %s", step, "  ".join(f"{key} {value:.4f}" for key, value in record.items()))
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint at the cadence, at the end, and when a signal has asked to stop."""
+        if step % self.args.checkpoint.dump.every and step != self.optimizer.steps and self._stop is None:
+            return
+        with self._elsewhere():
+            state = {"step": step, "optimizer": {k: int(v) for k, v in self.optimizer.counters().items()}}
+            folder = self.folder / "checkpoints" / f"{step:010d}"
+            checkpoint.save(folder, self.model, self.optimizer.adamw, state, to_yaml(self.args))
+            checkpoint.remove_old(self.folder, self.args.checkpoint.dump.keep)
+
+    @contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """Time that does not count as training in tokens per second."""
+        start = time.perf_counter()
+        yield
+        self._away += time.perf_counter() - start
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(free + ".") for free in FREE_TO_CHANGE)

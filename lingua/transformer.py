@@ -1,0 +1,305 @@
+"""The backbone: a pre-norm bidirectional encoder, and a predictor that only cross-attends to it.
+
+RMSNorm, RoPE (half-split layout, as in Hugging Face), SwiGLU, no biases, no dropout. Shapes are written
+as suffixes: B rows, S positions, T positions of the keys, D width, H heads, K head size, F feed-forward
+width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lingua.attention import attention
+from lingua.errors import UserError
+
+
+@dataclass
+class TransformerArgs:
+    """Shape of the encoder. The defaults are the paper's single-scale model (section 4.1)."""
+
+    dim: int = 768  # width of the residual stream
+    n_layers: int = 28  # encoder blocks
+    n_heads: int = 12  # attention heads; dim / n_heads is the head size, an even number
+    vocab_size: int = -1  # -1: that of the tokenizer
+    rope_theta: float = 10000.0  # base of the rotary position frequencies (not in the paper)
+    norm_eps: float = 1e-5  # epsilon of RMSNorm (not in the paper)
+    init_std: float = 0.02  # standard deviation of every weight at the start (Appendix I)
+
+    def __post_init__(self) -> None:
+        check_heads("model", self.dim, self.n_heads)
+        if self.n_layers < 1:
+            raise UserError(f"model.n_layers={self.n_layers}: at least one block is needed")
+
+
+def check_heads(name: str, dim: int, n_heads: int) -> None:
+    """Raise UserError unless ``dim`` splits into ``n_heads`` heads of an even size."""
+    if n_heads < 1 or dim % n_heads:
+        raise UserError(f"{name}.dim={dim} does not split into {name}.n_heads={n_heads} equal heads")
+    if dim // n_heads % 2:
+        raise UserError(
+            f"{name}.dim={dim} with {name}.n_heads={n_heads} gives heads of {dim // n_heads}: rotary positions "
+            "turn pairs of channels, so the head size must be even"
+        )
+
+
+def ffn_width(dim: int) -> int:
+    """Width of the SwiGLU layer: 8/3 of ``dim`` rounded up to a multiple of 256 (Tables 10 and 11)."""
+    return 256 * -(-int(8 * dim / 3) // 256)
+
+
+def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles, float32.
+
+    Args:
+        positions: [S] for positions shared by all rows, or [B, S]; int64.
+
+    Returns:
+        two tensors [S, 1, K] or [B, S, 1, K], to broadcast over heads.
+    """
+    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = positions[..., None, None].float() * inverse
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair of channels (k, k + K/2) by its angle; same dtype as ``x``."""
+    first, second = x_BSHK.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return x_BSHK * cos.to(x_BSHK.dtype) + rotated * sin.to(x_BSHK.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with rotary positions; q, k and v come out of one product."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim = n_heads, dim // n_heads
+        self.wqkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        B, S, _ = x_BSD.shape
+        q, k, v = self.wqkv(x_BSD).view(B, S, 3, self.n_heads, self.head_dim).unbind(2)
+        out = attention(apply_rotary(q, *rotary), apply_rotary(k, *rotary), v, mask)
+        return self.wo(out.reshape(B, S, -1))
+
+
+class CrossAttention(nn.Module):
+    """Queries from one sequence, keys and values from another, each with its own rotary positions.
+
+    Keys and values map the encoder's width to the predictor's, which may differ (Table 4).
+    """
+
+    def __init__(self, dim: int, n_heads: int, source_dim: int) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim = n_heads, dim // n_heads
+        self.wq = nn.Linear(dim, dim, bias=False)
+        self.wkv = nn.Linear(source_dim, 2 * dim, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        source_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        source_rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        B, S, _ = x_BSD.shape
+        q = self.wq(x_BSD).view(B, S, self.n_heads, self.head_dim)
+        k, v = self.wkv(source_BTD).view(B, -1, 2, self.n_heads, self.head_dim).unbind(2)
+        out = attention(apply_rotary(q, *rotary), apply_rotary(k, *source_rotary), v, mask)
+        return self.wo(out.reshape(B, S, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``w2(silu(gate) * up)`` with gate and up from one product."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.w13 = nn.Linear(dim, 2 * ffn_width(dim), bias=False)
+        self.w2 = nn.Linear(ffn_width(dim), dim, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        gate, up = self.w13(x_BSD).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * up)
+
+
+class EncoderBlock(nn.Module):
+    """Pre-norm self-attention and feed-forward."""
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = SelfAttention(args.dim, args.n_heads)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn = FeedForward(args.dim)
+
+    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, mask)
+        return x_BSD + self.ffn(self.ffn_norm(x_BSD))
+
+
+class Encoder(nn.Module):
+    """Token embedding, bidirectional blocks, final norm. The embedding is also the output matrix."""
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.embedding = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleList(EncoderBlock(args) for _ in range(args.n_layers))
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+    def states(
+        self, tokens_BS: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the residual stream [B, S, D] before the first block and after each, without final norm."""
+        if positions is None:
+            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        rotary = rotary_angles(positions, self.args.dim // self.args.n_heads, self.args.rope_theta)
+        x_BSD = self.embedding(tokens_BS)
+        yield x_BSD
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, rotary, mask)
+            yield x_BSD
+
+    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Final states, normed.
+
+        Args:
+            tokens_BS: int64 token ids.
+            positions: [S] or [B, S] int64 positions in the row; None counts from 0. A CrossBERT's encoder
+                sees some of a row's tokens only, and these keep the positions they have in the row.
+            mask: see :func:`lingua.attention.attention`.
+
+        Returns:
+            [B, S, D].
+        """
+        *_, x_BSD = self.states(tokens_BS, positions, mask)
+        return self.norm(x_BSD)
+
+    def encode(
+        self, tokens_BS: Tensor, lengths_B: Tensor, layers: Sequence[int] = (-1,), final_norm: bool = True
+    ) -> list[Tensor]:
+        """Hidden states of padded rows, from any layers in one pass.
+
+        Args:
+            tokens_BS: right-padded token ids; what stands in the padding does not matter.
+            lengths_B: number of real tokens of each row, at least 1.
+            layers: 0 is the embedding, i the state after block i; negative numbers count from the last.
+            final_norm: apply the encoder's final norm to the state of every block (never to the embedding).
+
+        Returns:
+            one [B, S, D] a layer, in the order asked. States in the padding are finite and meaningless.
+
+        Raises:
+            UserError: a layer the encoder does not have.
+        """
+        count = self.args.n_layers + 1
+        wanted = [layer + count if layer < 0 else layer for layer in layers]
+        for layer, index in zip(layers, wanted, strict=True):
+            if not 0 <= index < count:
+                raise UserError(f"layer {layer}: the encoder has layers 0 (embedding) to {count - 1}")
+        key_ok_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) < lengths_B[:, None]
+        mask = None if bool(key_ok_BS.all()) else key_ok_BS[:, None, None, :]
+        found: dict[int, Tensor] = {}
+        for index, x_BSD in enumerate(self.states(tokens_BS, mask=mask)):
+            if index in wanted:
+                found[index] = self.norm(x_BSD) if final_norm and index else x_BSD
+        return [found[index] for index in wanted]
+
+
+@dataclass
+class PredictorArgs:
+    """Shape of CrossBERT's predictor. -1 takes the encoder's value."""
+
+    dim: int = -1  # width; the tied output needs a projection when it is not the encoder's
+    n_layers: int = 6  # cross-attention blocks
+    n_heads: int = -1  # attention heads
+
+
+class PredictorBlock(nn.Module):
+    """Pre-norm cross-attention and feed-forward. No self-attention: hidden positions never see each other."""
+
+    def __init__(self, dim: int, n_heads: int, source_dim: int, norm_eps: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = CrossAttention(dim, n_heads, source_dim)
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.ffn = FeedForward(dim)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        source_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        source_rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), source_BTD, rotary, source_rotary, mask)
+        return x_BSD + self.ffn(self.ffn_norm(x_BSD))
+
+
+class Predictor(nn.Module):
+    """Reconstructs hidden positions from the encoder's output alone (section 3.1).
+
+    One learned vector stands at every hidden position; only its rotary position tells them apart.
+    """
+
+    def __init__(self, args: PredictorArgs, encoder: TransformerArgs) -> None:
+        super().__init__()
+        dim = encoder.dim if args.dim == -1 else args.dim
+        n_heads = encoder.n_heads if args.n_heads == -1 else args.n_heads
+        check_heads("model.predictor", dim, n_heads)
+        if args.n_layers < 1:
+            raise UserError(f"model.predictor.n_layers={args.n_layers}: at least one block is needed")
+        self.head_dim, self.rope_theta = dim // n_heads, encoder.rope_theta
+        self.mask_vector = nn.Parameter(torch.empty(dim))
+        self.layers = nn.ModuleList(
+            PredictorBlock(dim, n_heads, encoder.dim, encoder.norm_eps) for _ in range(args.n_layers)
+        )
+        self.norm = nn.RMSNorm(dim, eps=encoder.norm_eps)
+        # The output matrix is the embedding, of the encoder's width.
+        self.out = nn.Identity() if dim == encoder.dim else nn.Linear(dim, encoder.dim, bias=False)
+
+    def forward(self, visible_BTD: Tensor, visible_BT: Tensor, hidden_BS: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Predicted states of the hidden positions.
+
+        Args:
+            visible_BTD: the encoder's output at the visible positions.
+            visible_BT, hidden_BS: positions in the row, int64.
+
+        Returns:
+            [B, S, D] of the encoder's width, ready for the output matrix.
+        """
+        rotary = rotary_angles(hidden_BS, self.head_dim, self.rope_theta)
+        source_rotary = rotary_angles(visible_BT, self.head_dim, self.rope_theta)
+        x_BSD = self.mask_vector.expand(*hidden_BS.shape, -1)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, visible_BTD, rotary, source_rotary, mask)
+        return self.out(self.norm(x_BSD))
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, std: float, seed: int) -> None:
+    """Normal(0, std) for matrices, embeddings and vectors; ones for norms. A function of ``seed`` alone.
+
+    Every parameter has its own generator, seeded by its name, so one model's weights do not depend on what
+    else the model holds: BERT and CrossBERT start from the same encoder.
+    """
+    from lingua.hashing import counter_hash, text_hash
+
+    norms = {id(module.weight) for module in model.modules() if isinstance(module, nn.RMSNorm)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in norms:
+            parameter.fill_(1.0)
+            continue
+        generator = torch.Generator().manual_seed(counter_hash(seed, text_hash(name)) & ((1 << 63) - 1))
+        values = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        parameter.copy_(values)

@@ -1,0 +1,60 @@
+"""Validation losses that compare across models: the same rows and the same hidden positions for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lingua.data import DataArgs, TokenSource
+from lingua.errors import UserError
+from lingua.loss import LossSum
+from lingua.masking import View, split_positions
+from lingua.tokenizer import Tokenizer
+
+
+@dataclass
+class ValidationArgs:
+    """Validation during training, on the sets named in ``data.validation``."""
+
+    every: int = 1000  # steps between validations; the last step always has one
+    rows: int = 256  # rows of each set, from its start
+    batch_rows: int = 32  # rows in one forward pass
+    # Hidden ratios; masks do not depend on the run's seed, so curves of different runs compare.
+    ratios: list[float] = field(default_factory=lambda: [0.15, 0.3, 0.5])
+
+    def __post_init__(self) -> None:
+        for name in ("every", "rows", "batch_rows"):
+            if getattr(self, name) < 1:
+                raise UserError(f"validation.{name}={getattr(self, name)}: expected at least 1")
+
+
+@torch.no_grad()
+def validate(
+    data: DataArgs,
+    args: ValidationArgs,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    loss: Callable[[Tensor, View], LossSum],
+) -> dict[str, float]:
+    """Mean loss per target in nats, as ``valid/SET/loss@RATIO``.
+
+    Args:
+        loss: summed loss of tokens [B, S] on the hidden positions of a view.
+    """
+    results = {}
+    for name, folder in data.validation.items():
+        source = TokenSource(folder, data.seq_len, 0, tokenizer)
+        rows = np.arange(min(args.rows, source.tokens // data.seq_len))
+        tokens = torch.from_numpy(source.rows(rows).astype(np.int64)).to(device)
+        index = torch.from_numpy(rows).to(device)
+        for ratio in args.ratios:
+            total = torch.zeros(2, dtype=torch.float64, device=device)
+            for start in range(0, len(rows), args.batch_rows):
+                part = slice(start, start + args.batch_rows)
+                total += torch.stack(loss(tokens[part], split_positions(index[part], data.seq_len, ratio, 0)))
+            results[f"valid/{name}/loss@{ratio:g}"] = float(total[0] / total[1])
+    return results
