@@ -141,7 +141,7 @@ def held_out(groups_N: np.ndarray, fraction: float, seed: int) -> np.ndarray:
 
 def check_finite(values: np.ndarray, what: str) -> None:
     """Raise UserError naming the first row of ``values`` that holds a NaN or an infinity."""
-    finite_N = np.isfinite(values).reshape(len(values), -1).all(axis=1)
+    finite_N = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
     if not finite_N.all():
         first, count = int(np.argmin(finite_N)), int((~finite_N).sum())
         raise UserError(

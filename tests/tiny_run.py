@@ -1,0 +1,66 @@
+"""A real run folder at the smallest size: vocabulary, config, checkpoint. Shared by the tests of evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from lingua import checkpoint
+from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs, init_weights
+
+SENTENCES = [
+    "The quick brown fox doesn't jump over the lazy dog .",
+    "Some dogs sleep all day ; others run in the park and bark at every fox .",
+    "It cost $ 3.50 in 1999 , about one-third of today's price !",
+    "She said : `` Where is the state-of-the-art naïve café ? ''",
+    "A river runs through the old town , and small boats go up and down .",
+]
+
+
+def train_sentencepiece(path: Path, vocab_size: int = 150) -> Path:
+    """A unigram vocabulary over SENTENCES with the five special pieces; gives ``path``.model."""
+    import sentencepiece
+
+    corpus = path.with_suffix(".txt")
+    corpus.write_text("\n".join(SENTENCES * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(path),
+        vocab_size=vocab_size,
+        bos_id=0,
+        pad_id=1,
+        eos_id=2,
+        unk_id=3,
+        control_symbols=["<mask>"],
+        hard_vocab_limit=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return path.with_suffix(".model")
+
+
+def make_run(folder: Path, tokenizer: dict[str, Any], vocab_size: int, **changes: Any) -> Path:
+    """Write a run with one checkpoint, at step 3, whose weights are not those of the seed.
+
+    ``changes``: ``predictor`` (a dict) makes it a CrossBERT; the others replace fields of the encoder.
+    """
+    predictor = changes.pop("predictor", None)
+    model_config = {"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": vocab_size, "init_std": 0.02, **changes}
+    args = TransformerArgs(**model_config)
+    model = nn.ModuleDict({"encoder": Encoder(args)})
+    if predictor is not None:
+        model["predictor"] = Predictor(PredictorArgs(**predictor), args)
+        model_config["predictor"] = predictor
+    init_weights(model, std=0.2, seed=99)
+    config = {"seed": 7, "model": model_config, "data": {"seq_len": 256, "tokenizer": tokenizer}}
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 5.0}) + "\n")
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.save(folder / "checkpoints" / f"{3:010d}", model, optimizer, {"step": 3}, yaml.safe_dump(config))
+    return folder
