@@ -1,0 +1,48 @@
+"""Raw text to shuffled token shards, for one or more named sources.
+
+    python setup/prepare_data.py sources.NAME.path=GLOB out=DIR [tokenizer.name=...] [workers=2] ...
+
+writes ``DIR/NAME/train`` and ``DIR/NAME/valid``, each with its ``manifest.json``. The same seed and input give
+the same bytes, whatever ``workers`` and ``memory_gb``.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script from a checkout
+
+from lingua.args import cli
+from lingua.errors import UserError
+from lingua.readers import ReaderArgs
+from lingua.shuffle import ShuffleArgs, shuffle
+
+
+@dataclass
+class PrepareArgs(ShuffleArgs):
+    sources: dict[str, ReaderArgs] = field(default_factory=dict)  # name: {path, format, text, document, on_error}
+    out: str = "???"  # folder to write
+
+
+def prepare(args: PrepareArgs) -> None:
+    """Prepare every source and print what came out. Raises UserError (:func:`lingua.shuffle.shuffle`)."""
+    if not args.sources:
+        raise UserError("no source: give sources.NAME.path=GLOB, or sources in the YAML file")
+    for name, reader in args.sources.items():
+        if "/" in name or name.startswith("."):
+            raise UserError(f"source {name!r}: a name is that of a folder, so no / and no leading dot")
+        for split, manifest in shuffle(name, reader, args, args.out).items():
+            print(
+                f"{manifest.folder}: {manifest.tokens:,} tokens, {manifest.documents:,} documents, "
+                f"{manifest.bytes_of_text / 1e6:.1f} MB of text, {len(manifest.shards)} shards"
+            )
+            if split == "train" and manifest.skipped_count:
+                print(f"{name}: {manifest.skipped_count:,} unreadable lines left out, listed in the manifest")
+            if split == "train" and manifest.empty_documents:
+                print(f"{name}: {manifest.empty_documents:,} empty documents left out")
+
+
+if __name__ == "__main__":
+    cli(PrepareArgs, prepare, "python setup/prepare_data.py")
