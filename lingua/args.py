@@ -79,7 +79,13 @@ def check_keys(cls: type, values: dict[str, Any], origin: str, prefix: str = "")
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
             raise UserError(f"{origin}: unknown key {prefix}{key}: {hint}")
         inner = _dataclass_of(hints[key])
-        if inner and isinstance(value, dict):
+        if not inner or not isinstance(value, dict):
+            continue
+        if typing.get_origin(hints[key]) is dict:  # sections under names the user chooses
+            for name, section in value.items():
+                if isinstance(section, dict):
+                    check_keys(inner, section, origin, f"{prefix}{key}.{name}.")
+        else:
             check_keys(inner, value, origin, f"{prefix}{key}.")
 
 
@@ -133,7 +139,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def _dataclass_of(hint: Any) -> type | None:
-    """The dataclass in ``X`` or ``X | None``."""
+    """The dataclass in ``X``, ``X | None`` or ``dict[str, X]``."""
     for option in (hint, *typing.get_args(hint)):
         if isinstance(option, type) and dataclasses.is_dataclass(option):
             return option
@@ -147,7 +153,8 @@ def _help_lines(cls: type, prefix: str) -> typing.Iterator[str]:
         comment = f"  # {comments[field.name]}" if comments.get(field.name) else ""
         if inner:
             yield f"{prefix}{field.name}:{comment}"
-            yield from _help_lines(inner, f"{prefix}{field.name}.")
+            name = ".NAME" if typing.get_origin(hints[field.name]) is dict else ""
+            yield from _help_lines(inner, f"{prefix}{field.name}{name}.")
             continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
