@@ -88,9 +88,7 @@ def probe(
     check_finite(test_x_MD, "features of the test rows")
     for name, x, y in (("training", train_x_ND, train_y_N), ("test", test_x_MD, test_y_M)):
         if len(x) != len(y) or len(y) == 0:
-            raise UserError(
-                f"{name} rows: {len(x)} rows of features and {len(y)} targets; expected as many, and some"
-            )
+            raise UserError(f"{name} rows: {len(x)} rows of features and {len(y)} targets; expected as many, and some")
         check_finite(y, f"targets of the {name} rows")
     kind = "classification" if np.issubdtype(train_y_N.dtype, np.integer) else "regression"
     groups_N = np.arange(len(train_y_N)) if groups_N is None else groups_N
@@ -122,9 +120,7 @@ def probe(
 def majority(train_y_N: np.ndarray, test_y_M: np.ndarray) -> dict[str, float]:
     """Metrics of the constant prediction: the commonest training class, or the training mean."""
     if np.issubdtype(train_y_N.dtype, np.integer):
-        return all_metrics(
-            test_y_M, np.full(len(test_y_M), np.bincount(train_y_N).argmax()), "classification"
-        )
+        return all_metrics(test_y_M, np.full(len(test_y_M), np.bincount(train_y_N).argmax()), "classification")
     return all_metrics(test_y_M, np.full(len(test_y_M), train_y_N.mean()), "regression")
 
 
@@ -158,9 +154,7 @@ class RidgePath:
     ``X X^T`` the smaller is decomposed.
     """
 
-    def __init__(
-        self, x_ND: Tensor, y_NC: Tensor, intercept: bool = False, standardize: bool = False
-    ) -> None:
+    def __init__(self, x_ND: Tensor, y_NC: Tensor, intercept: bool = False, standardize: bool = False) -> None:
         n, d = x_ND.shape
         self.shift_D, self.scale_D = x_ND.new_zeros(d), x_ND.new_ones(d)
         self.offset_C = y_NC.mean(0) if intercept else y_NC.new_zeros(y_NC.shape[1])
@@ -226,7 +220,7 @@ def knn_predictions(x_ND: Tensor, y_N: np.ndarray, x_MD: Tensor, args: ProbeArgs
                 yield {"k": k, "distance": distance}, nearest_MK[:, :k].mean(1)
 
 
-def nearest(x_ND: Tensor, x_MD: Tensor, k: int, distance: str, chunk_numbers: int = 1 << 25) -> Tensor:
+def nearest(x_ND: Tensor, x_MD: Tensor, k: int, distance: str, chunk_numbers: int = 1 << 20) -> Tensor:
     """Indices [M, k] of the nearest of ``x_ND`` for each row of ``x_MD``, nearest first, lower index on ties.
 
     ``distance`` is ``l2`` or ``cosine``; a zero vector is at cosine distance 1 from all, as in scikit-learn.
@@ -243,11 +237,16 @@ def nearest(x_ND: Tensor, x_MD: Tensor, k: int, distance: str, chunk_numbers: in
     for chunk_BD in x_MD.split(max(1, chunk_numbers // len(x_ND))):
         far_BN = torch.addmm(norms_N[None], chunk_BD, x_ND.T, alpha=-2.0)  # |a - b|^2 less the constant |b|^2
         value_BK, index_BK = far_BN.topk(k, largest=False)
-        # topk breaks ties as it likes: order them by index, and where they cross k, sort the whole row.
-        crossing_B = (far_BN <= value_BK.amax(1, keepdim=True)).sum(1) > k
-        index_BK = index_BK.sort(1).values
+        # topk breaks ties as it likes. Where they cross k, take all that are nearer and the first of the tied.
+        kth_B1 = value_BK.amax(1, keepdim=True)
+        crossing_B = (far_BN <= kth_B1).sum(1) > k
+        if crossing_B.any():
+            far, kth = far_BN[crossing_B], kth_B1[crossing_B]
+            rank_N = torch.arange(len(x_ND), device=far.device)
+            rank = torch.where(far == kth, rank_N, torch.where(far < kth, -1, len(x_ND)))
+            index_BK[crossing_B] = rank.topk(k, largest=False).indices
+        index_BK = index_BK.sort(1).values  # then by distance, equal distances staying in this order
         index_BK = index_BK.gather(1, far_BN.gather(1, index_BK).sort(dim=1, stable=True).indices)
-        index_BK[crossing_B] = far_BN[crossing_B].sort(dim=1, stable=True).indices[:, :k]
         found.append(index_BK)
     return torch.cat(found)
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from lingua.args import build
 from lingua.errors import UserError
 from lingua.hashing import permutation
 from lingua.scores import METRICS
@@ -50,17 +49,17 @@ class TaskArgs:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UserError(f"kind={self.kind}: expected one of {', '.join(KINDS)}")
+            raise UserError(f"task: kind={self.kind}: expected one of {', '.join(KINDS)}")
         if self.kind == "tokens" and self.text_b is not None:
-            raise UserError(f"text_b={self.text_b}: a tokens task has no pairs")
+            raise UserError(f"task: text_b={self.text_b}: a tokens task has no pairs")
         known = METRICS[self.score_kind]
         if self.metric is None:
             self.metric = next(iter(known))
         if self.metric not in known:
-            raise UserError(f"metric={self.metric}: a {self.kind} task has {', '.join(known)}")
+            raise UserError(f"task: metric={self.metric}: a {self.kind} task has {', '.join(known)}")
         for key in ("max_train_rows", "max_test_rows"):
             if getattr(self, key) != -1 and getattr(self, key) < 2:
-                raise UserError(f"{key}={getattr(self, key)}: expected -1 (all) or at least 2")
+                raise UserError(f"task: {key}={getattr(self, key)}: expected -1 (all) or at least 2")
 
     @property
     def score_kind(self) -> str:
@@ -97,18 +96,6 @@ class Task:
     train: Split
     test: Split
     classes: list[str]  # sorted; empty for regression. Class numbers are places in it
-
-
-def parse_tasks(tasks: dict[str, Any]) -> dict[str, TaskArgs]:
-    """``{name: fields}`` from YAML or the command line as ``{name: TaskArgs}``. Raises UserError."""
-    if not tasks:
-        raise UserError("no tasks: give at least tasks.NAME.train=FILE and tasks.NAME.test=FILE")
-    parsed = {}
-    for name, fields in tasks.items():
-        if not isinstance(fields, dict):
-            raise UserError(f"tasks.{name}={fields}: expected fields, as in tasks.{name}.train=FILE")
-        parsed[name] = build(TaskArgs, (f"tasks.{name}", fields))
-    return parsed
 
 
 def load_task(name: str, args: TaskArgs) -> Task:

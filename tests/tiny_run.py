@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,12 @@ def make_run(folder: Path, tokenizer: dict[str, Any], vocab_size: int, **changes
     ``changes``: ``predictor`` (a dict) makes it a CrossBERT; the others replace fields of the encoder.
     """
     predictor = changes.pop("predictor", None)
-    model_config = {"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": vocab_size, "init_std": 0.02, **changes}
-    args = TransformerArgs(**model_config)
-    model = nn.ModuleDict({"encoder": Encoder(args)})
+    args = TransformerArgs(**{"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": vocab_size, **changes})
+    model, model_config = nn.ModuleDict({"encoder": Encoder(args)}), asdict(args)
     if predictor is not None:
-        model["predictor"] = Predictor(PredictorArgs(**predictor), args)
-        model_config["predictor"] = predictor
+        predictor_args = PredictorArgs(**predictor)
+        model["predictor"] = Predictor(predictor_args, args)
+        model_config["predictor"] = asdict(predictor_args)
     init_weights(model, std=0.2, seed=99)
     config = {"seed": 7, "model": model_config, "data": {"seq_len": 256, "tokenizer": tokenizer}}
     folder.mkdir(parents=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lingua.errors import UserError
-from lingua.tasks import TaskArgs, load_task, parse_tasks, read_rows
+from lingua.tasks import TaskArgs, load_task, read_rows
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
@@ -187,24 +187,21 @@ def test_a_missing_file_and_labels_that_say_nothing(tmp_path: Path, files: dict[
 
 
 @pytest.mark.parametrize(
-    ("tasks", "message"),
+    ("fields", "message"),
     [
-        ({}, "no tasks"),
-        ({"a": "x"}, "tasks.a=x: expected fields"),
-        ({"a": {"trian": "x"}}, "tasks.a: unknown key trian: did you mean train"),
-        ({"a": {"train": "x"}}, "no value for test"),
-        ({"a": {"train": "x", "test": "y", "kind": "tokns"}}, "kind=tokns: expected one of classification"),
-        ({"a": {"train": "x", "test": "y", "metric": "pearson"}}, "metric=pearson: a classification task has accuracy"),
-        ({"a": {"train": "x", "test": "y", "kind": "tokens", "text_b": "b"}}, "a tokens task has no pairs"),
-        ({"a": {"train": "x", "test": "y", "max_train_rows": 1}}, "max_train_rows=1: expected -1"),
+        ({"kind": "tokns"}, "task: kind=tokns: expected one of classification, regression, tokens"),
+        ({"metric": "pearson"}, "metric=pearson: a classification task has accuracy, macro_f1, matthews"),
+        ({"kind": "tokens", "text_b": "b"}, "text_b=b: a tokens task has no pairs"),
+        ({"max_train_rows": 1}, "max_train_rows=1: expected -1"),
+        ({"max_test_rows": 0}, "max_test_rows=0: expected -1"),
     ],
 )
-def test_a_bad_config_is_named(tasks: dict, message: str) -> None:
+def test_a_bad_setting_is_named(fields: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse_tasks(tasks)
+        TaskArgs("x", "y", **fields)
 
 
-def test_tasks_from_yaml() -> None:
-    parsed = parse_tasks({"a": {"train": "x", "test": "y", "kind": "regression"}, "b": {"train": "x", "test": "y"}})
-    assert parsed["a"].metric == "spearman"
-    assert parsed["b"] == TaskArgs("x", "y", metric="accuracy")
+def test_the_primary_metric_has_a_default() -> None:
+    assert TaskArgs("x", "y", kind="regression").metric == "spearman"
+    assert TaskArgs("x", "y", kind="tokens").metric == "accuracy"
+    assert TaskArgs("x", "y", kind="tokens", metric="macro_f1").metric == "macro_f1"

@@ -1,0 +1,198 @@
+"""The evaluation command on a real, tiny run of each app, against scikit-learn on the features of single layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import Ridge
+
+from apps.bert import eval as bert_eval
+from apps.bert.model import Bert, BertArgs
+from apps.crossbert import eval as crossbert_eval
+from apps.crossbert.model import CrossBert, CrossBertArgs
+from lingua.args import build, cli
+from lingua.errors import UserError
+from lingua.evaluate import EvalArgs, evaluate, markdown_table
+from lingua.features import load_encoder
+from lingua.tasks import TaskArgs
+from lingua.tokenizer import SentencePieceTokenizer
+from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("eval")
+    model = train_sentencepiece(folder / "pieces")
+    vocab_size = SentencePieceTokenizer(str(model)).vocab_size
+    tokenizer = {"name": "sentencepiece", "path": str(model)}
+    words = [sentence.split() for sentence in SENTENCES]
+    tagged = [{"words": w, "tags": ["SHORT" if len(word) < 4 else "LONG" for word in w]} for w in words * 3]
+    texts = [
+        {"text": " ".join(w[i:]), "label": "the" if "the" in w[i:] else "none", "score": len(w) - i}
+        for w in words
+        for i in range(8)
+    ]
+    for name, rows in (("words", tagged), ("texts", texts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "bert": make_run(folder / "bert", tokenizer, vocab_size),
+        "crossbert": make_run(folder / "crossbert", tokenizer, vocab_size, predictor={"n_layers": 1}),
+        "words": folder / "words.jsonl",
+        "texts": folder / "texts.jsonl",
+    }
+
+
+def eval_args(files: dict[str, Path], ckpt: Path, **changes: Any) -> EvalArgs:
+    words, texts = str(files["words"]), str(files["texts"])
+    tasks = {
+        "words": {"train": words, "test": words, "kind": "tokens", "max_train_rows": 100},
+        "texts": {"train": texts, "test": texts},
+        "lengths": {"train": texts, "test": texts, "kind": "regression", "label": "score"},
+    }
+    values = {"ckpt": str(ckpt), "tasks": tasks, "device": "cpu", **changes}
+    return build(EvalArgs, ("a test", values))
+
+
+def test_scores_of_each_layer_equal_scikit_learns(files: dict[str, Path], tmp_path: Path) -> None:
+    args = eval_args(files, files["bert"], out=str(tmp_path / "out"))
+    results = evaluate(args, Bert, BertArgs)
+    assert results["layers"] == [0, 1, 2]
+    encoder = load_encoder(files["bert"], device="cpu")
+
+    rows = [json.loads(line) for line in files["texts"].read_text().splitlines()]
+    y = np.array([row["label"] == "the" for row in rows]).astype(int)
+    scores = np.array([row["score"] for row in rows])
+    for layer in (0, 1, 2):
+        x = encoder.encode([row["text"] for row in rows], layers=layer).astype(np.float64)
+        ridges = [Ridge(alpha=a, fit_intercept=False).fit(x, np.eye(2)[y]) for a in args.probe.penalties()]
+        expected = [float((ridge.predict(x).argmax(1) == y).mean()) for ridge in ridges]
+        found = results["tasks"]["texts"]["layers"][str(layer)]["ridge"]
+        assert [entry["accuracy"] for entry in found["grid"]] == expected
+        assert found["paper"]["accuracy"] == max(expected)
+        lengths = results["tasks"]["lengths"]["layers"][str(layer)]["ridge"]["grid"][0]["pearson"]
+        theirs = Ridge(alpha=1.0, fit_intercept=False).fit(x, scores).predict(x)
+        assert lengths == pytest.approx(np.corrcoef(theirs, scores)[0, 1], abs=1e-6)
+
+    tagged = [json.loads(line) for line in files["words"].read_text().splitlines()]
+    n_words = sum(len(row["words"]) for row in tagged)
+    words = results["tasks"]["words"]
+    assert words["test"]["rows"] == n_words
+    assert 60 < words["train"]["rows"] <= 100
+    long = sum(tag == "LONG" for row in tagged for tag in row["tags"])
+    assert words["majority"]["accuracy"] == pytest.approx(max(long, n_words - long) / n_words)
+    assert words["layers"]["0"]["knn"]["paper"]["accuracy"] > words["majority"]["accuracy"]
+
+
+def test_results_are_written_whole_and_the_same_each_time(files: dict[str, Path]) -> None:
+    args = eval_args(files, files["crossbert"])
+    out = files["crossbert"] / "eval" / "0000000003"
+    written = []
+    for _ in range(2):
+        evaluate(args, CrossBert, CrossBertArgs)
+        written.append((out / "results.json").read_bytes())
+    assert written[0] == written[1]
+    assert sorted(path.name for path in out.iterdir()) == ["results.json", "results.md"]
+    results = json.loads(written[0])
+    assert results["step"] == 3
+    assert results["config"]["probe"]["lambdas"] == 9
+    assert results["tasks"]["texts"]["train"]["sha256"]
+    # dim 32, ffn 256, two blocks; the predictor has one block; the vocabulary counts once
+    block, vocabulary = 4 * 32 * 32 + 3 * 32 * 256, results_vocabulary(files)
+    encoder, full = 2 * block + 32 * vocabulary, 3 * block + 32 * vocabulary
+    assert results["parameters"] == {"full": full, "per_token": full // 2, "encoder": encoder}
+    table = (out / "results.md").read_text()
+    assert "| majority |" in table
+    paper = 100 * results["tasks"]["texts"]["layers"]["2"]["ridge"]["paper"]["accuracy"]
+    assert f"{paper:.1f}" in table.splitlines()[-2]
+
+
+def results_vocabulary(files: dict[str, Path]) -> int:
+    return load_encoder(files["crossbert"]).encoder.args.vocab_size
+
+
+def test_the_untrained_baseline_is_the_model_at_step_0(files: dict[str, Path]) -> None:
+    args = eval_args(files, files["crossbert"], random_init=True, layers=-1)
+    results = evaluate(args, CrossBert, CrossBertArgs)
+    assert results["layers"] == [2]
+    assert (files["crossbert"] / "eval" / "untrained" / "results.json").is_file()
+    encoder = load_encoder(files["crossbert"], random_init=True).encoder
+    start = CrossBert(CrossBertArgs(dim=32, n_layers=2, n_heads=2, vocab_size=encoder.args.vocab_size), seed=7)
+    for name, value in start.encoder.state_dict().items():
+        assert torch.equal(encoder.state_dict()[name], value), name
+
+
+def test_words_beyond_the_length_are_counted(files: dict[str, Path], tmp_path: Path) -> None:
+    args = eval_args(files, files["bert"], max_length=10, layers=[0], out=str(tmp_path))
+    args.tasks = {"words": args.tasks["words"]}
+    words = evaluate(args, Bert, BertArgs)["tasks"]["words"]
+    assert words["truncated_sequences"] > 15  # each of the 15 test sentences, and those to train
+    assert words["test"]["rows_beyond_max_length"] > 0
+    total = sum(len(json.loads(line)["words"]) for line in files["words"].read_text().splitlines())
+    assert words["test"]["rows"] + words["test"]["rows_beyond_max_length"] == total
+
+
+def test_classes_that_only_the_test_rows_have_are_named(files: dict[str, Path], tmp_path: Path) -> None:
+    extra = tmp_path / "extra.jsonl"
+    extra.write_text(files["texts"].read_text() + '{"text": "A dog .", "label": "other"}\n')
+    args = eval_args(files, files["bert"], layers=0, out=str(tmp_path))
+    args.tasks = {"x": TaskArgs(str(files["texts"]), str(extra))}
+    task = evaluate(args, Bert, BertArgs)["tasks"]["x"]
+    assert task["classes_only_in_test"] == ["other"]
+    assert task["layers"]["0"]["ridge"]["paper"]["accuracy"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("module", "run", "message"),
+    [
+        (bert_eval, "crossbert", "is not a run of Bert: its model has predictor against this app's config"),
+        (crossbert_eval, "bert", "is not a run of CrossBert: its model has predictor against"),
+    ],
+)
+def test_a_run_of_another_app_is_refused(
+    files: dict[str, Path], module: Any, run: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"ckpt={files[run]}", f"tasks.a.train={files['texts']}", f"tasks.a.test={files['texts']}"]
+    with pytest.raises(SystemExit) as stopped:
+        cli(EvalArgs, module.run, "eval", words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_prints_the_table(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"ckpt={files['bert']}", f"tasks.a.train={files['texts']}", f"tasks.a.test={files['texts']}"]
+    cli(EvalArgs, bert_eval.run, "eval", [*words, "layers=[0,-1]", "probe.kinds=[ridge]"])
+    printed = capsys.readouterr().out
+    assert "a: 40 rows to train, 40 to test; 0 sequences cut at 256 tokens" in printed
+    assert (files["bert"] / "eval" / "0000000003" / "results.md").read_text() in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": "last"}, "layers=last: expected all, a number or a list"),
+        ({"layers": []}, "layers="),
+        ({"layers": [0.5]}, "layers="),
+        ({"layers": 3}, r"layers=3: the encoder has layers 0 \(embedding\) to 2"),
+        ({"tasks": {}}, "no tasks"),
+        ({"tasks": {"a": {"trian": "x"}}}, "unknown key tasks.a.trian: did you mean tasks.a.train"),
+        ({"tasks": {"a": {"train": "x"}}}, "no value for tasks.a.test"),
+        ({"tasks": {"a": {"train": "x.csv", "test": "y.csv"}}}, "x.csv: no such file"),
+        ({"ckpt": "nowhere"}, "nowhere: no such run or checkpoint folder"),
+        ({"pooling": "cls"}, "pooling=cls"),
+        ({"probe": {"kinds": ["svm"]}}, "probe.kinds"),
+    ],
+)
+def test_bad_settings_are_refused(files: dict[str, Path], changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        evaluate(eval_args(files, **{"ckpt": files["bert"], **changes}), Bert, BertArgs)
+
+
+def test_markdown_table() -> None:
+    assert markdown_table(["a", "score"], [["long name", "1.0"], ["b", "10.0"]]) == (
+        "| a         | score |\n| :-------- | ----: |\n| long name |   1.0 |\n| b         |  10.0 |\n"
+    )
