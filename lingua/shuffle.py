@@ -92,7 +92,7 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
         "dtype": token_dtype(tokenizer.vocab_size),
         "seed": args.seed,
         "settings": {
-            "valid_fraction": args.valid_fraction,
+            "valid_fraction": float(args.valid_fraction),  # 0 and 0.0 are written alike
             "shard_tokens": args.shard_tokens,
             "reader": {key: value for key, value in asdict(reader).items() if key != "path"},
         },
