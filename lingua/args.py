@@ -79,12 +79,15 @@ def check_keys(cls: type, values: dict[str, Any], origin: str, prefix: str = "")
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
             raise UserError(f"{origin}: unknown key {prefix}{key}: {hint}")
         inner = _dataclass_of(hints[key])
-        if not inner or not isinstance(value, dict):
+        if not inner:
             continue
+        if not isinstance(value, dict):
+            raise UserError(f"{origin}: {prefix}{key} is a section with keys of its own, found {value!r}")
         if typing.get_origin(hints[key]) is dict:  # sections under names the user chooses
             for name, section in value.items():
-                if isinstance(section, dict):
-                    check_keys(inner, section, origin, f"{prefix}{key}.{name}.")
+                if not isinstance(section, dict):
+                    raise UserError(f"{origin}: {prefix}{key}.{name} is a section, found {section!r}")
+                check_keys(inner, section, origin, f"{prefix}{key}.{name}.")
         else:
             check_keys(inner, value, origin, f"{prefix}{key}.")
 

@@ -1,4 +1,4 @@
-"""Shared fixtures: one thread per process (two busy OpenMP pools on two cores stall each other)."""
+"""Shared fixtures. One thread a process: two busy OpenMP pools on two cores stall each other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from tests.support import made_up_documents, prepare
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data.root_dir with one source, ``made_up``, in roberta tokens."""
+    return prepare(tmp_path_factory.mktemp("corpus"), made_up_documents(300))

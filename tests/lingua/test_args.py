@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from lingua.args import build, cli, help_text, parse, to_yaml
+from lingua.errors import UserError
+
+
+@dataclass
+class Inner:
+    width: int = 8  # how wide
+    names: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Outer:
+    """An example."""
+
+    path: str = "???"  # where it lies
+    rate: float = 0.5
+    # how long,
+    # in steps
+    steps: int | None = None
+    inner: Inner = field(default_factory=Inner)
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise UserError(f"rate={self.rate}: expected 0 or more")
+
+
+def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("path: a\nrate: 1.5\ninner: {width: 16}\n")
+    args = parse(Outer, ["inner.width=32", f"config={file}", "inner.names.x=2"])
+    assert args == Outer(path="a", rate=1.5, steps=None, inner=Inner(width=32, names={"x": 2.0}))
+
+
+def test_resolved_yaml_gives_the_same_args(tmp_path: Path) -> None:
+    args = parse(Outer, ["path=a b", "steps=3", "rate=1e-3"])
+    file = tmp_path / "c.yaml"
+    file.write_text(to_yaml(args))
+    assert parse(Outer, [f"config={file}"]) == args
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["path=a", "inner.widht=3"], r"the command line: unknown key inner\.widht: did you mean inner\.width\?"),
+        (["path=a", "zzz=3"], "unknown key zzz: known here: path, rate, steps, inner"),
+        (["path=a", "steps=many"], "the command line: steps: .*many.*Integer"),
+        ([], "no value for path"),
+        (["path=a", "rate=-1"], "rate=-1.0: expected 0 or more"),
+        (["path"], "'path' is not of the form key=value"),
+        (["config=nowhere.yaml"], "config=nowhere.yaml: no such file"),
+        (["path=a", "inner=3"], "the command line: inner is a section with keys of its own, found 3"),
+        (["path=a", "inner.names={a"], "cannot read the arguments"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(Outer, words)
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [1", "not valid YAML"), ("- 1", "expected a mapping")])
+def test_bad_yaml_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        parse(Outer, [f"config={file}"])
+
+
+def test_help_lists_every_field_with_type_default_and_comment() -> None:
+    text = help_text(Outer, "prog")
+    assert "path: str = required  # where it lies" in text
+    assert "rate: float = 0.5" in text
+    assert "steps: int | None = None  # how long, in steps" in text
+    assert "inner.width: int = 8  # how wide" in text
+    assert "An example." in text
+
+
+def test_cli_prints_one_line_for_a_user_error(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli(Outer, lambda args: None, "prog", ["path=a", "rate=-1"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: rate=-1.0: expected 0 or more\n"
+
+
+def test_build_from_dicts() -> None:
+    assert build(Outer, ("here", {"path": "x"})).path == "x"

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lingua import loss as loss_module
+from lingua.loss import cross_entropy
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(37, 16, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(101, 16, generator=generator, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, 101, (37,), generator=generator)
+    weights = (torch.rand(37, generator=generator) > 0.3).float()
+    return x, weight, targets, weights
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 8, 37, 1000])
+def test_loss_and_gradients_equal_pytorchs_in_float64(monkeypatch: pytest.MonkeyPatch, chunk_rows: int) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", chunk_rows * 101)
+    x, weight, targets, weights = inputs()
+    total, count = cross_entropy(x, weight, targets, weights)
+    (3 * total).backward()
+    x2, weight2 = x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    expected = (F.cross_entropy(x2 @ weight2.T, targets, reduction="none") * weights).sum()
+    (3 * expected).backward()
+    assert count == weights.sum()
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(x.grad, x2.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(weight.grad, weight2.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_bf16_autocast_stays_near_float64() -> None:
+    x, weight, targets, weights = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total, _ = cross_entropy(x, weight, targets, weights)
+    total.backward()
+    exact, _ = cross_entropy(x.detach().double(), weight.detach().double(), targets, weights)
+    assert total.dtype == torch.float32
+    assert x.grad.dtype == torch.float32
+    assert abs(float(total.detach() / exact) - 1) < 5e-3
+
+
+def test_without_gradients_none_are_made() -> None:
+    x, weight, targets, weights = inputs()
+    with torch.no_grad():
+        total, _ = cross_entropy(x, weight, targets, weights)
+    expected = (F.cross_entropy(x @ weight.T, targets, reduction="none") * weights).sum()
+    torch.testing.assert_close(total, expected)
+    assert not total.requires_grad
+
+
+def test_a_frozen_output_matrix_gets_no_gradient() -> None:
+    x, weight, targets, weights = inputs()
+    cross_entropy(x, weight.detach(), targets, weights).loss.backward()
+    assert x.grad is not None
+    assert weight.grad is None
