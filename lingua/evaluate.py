@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import platform
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,12 +65,15 @@ def evaluate(args: EvalArgs, model_class: type[nn.Module], model_args: type) -> 
         UserError: a run of another app, and whatever the checkpoint, tasks, features and probes refuse.
     """
     folder = resolve(args.ckpt)
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    out = writable_folder(args.out or run / "eval" / (UNTRAINED if args.random_init else folder.name))
     tasks = [load_task(name, task_args) for name, task_args in args.tasks.items()]  # bad data before long work
     encoder = load_encoder(folder, args.random_init, args.max_length, args.device)
     results = {
         "checkpoint": str(folder),
         "step": json.loads((folder / "state.json").read_text())["step"],
         "random_init": args.random_init,
+        "training_seed": encoder.config["seed"],
         "model": model_class.__name__,
         "parameters": _parameter_counts(folder, encoder.config["model"], model_class, model_args),
         "layers": _layers(args.layers, encoder.n_layers),
@@ -80,15 +84,9 @@ def evaluate(args: EvalArgs, model_class: type[nn.Module], model_args: type) -> 
     }
     for task in tasks:
         results["tasks"][task.name] = _probe_task(task, encoder, results["layers"], args)
-    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    out = Path(args.out or run / "eval" / (UNTRAINED if args.random_init else folder.name))
     table = results_table(results)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / "results.md", table)
-        write_whole(out / RESULTS, json.dumps(results, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written: {error.strerror}") from None
+    write_whole(out / "results.md", table.encode())
+    write_whole(out / RESULTS, (json.dumps(results, indent=1) + "\n").encode())
     print(f"\n{table}\nwritten to {out}/")
     return results
 
@@ -204,8 +202,22 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     return line(header) + line(rule) + "".join(map(line, rows))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or what was there before."""
+def writable_folder(path: str | Path) -> Path:
+    """The folder, made if it is not there. Raises UserError if it cannot be written."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return Path(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; give another out=FOLDER") from None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees all of it or what was there before. Raises UserError."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None

@@ -242,5 +242,9 @@ def load_encoder(
             f"embedding {encoder.args.vocab_size} rows: it is not the one that the run was trained with"
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={device} cannot be used: {str(error).splitlines()[0]}; try device=cpu") from None
     max_length = config["data"]["seq_len"] if max_length is None else max_length
     return TextEncoder(encoder, tokenizer, max_length, config, device)

@@ -6,9 +6,9 @@ missing, unfinished or not probed is shown as such.
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import os
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from lingua.args import cli
 from lingua.errors import UserError
-from lingua.evaluate import RESULTS, UNTRAINED, markdown_table, write_whole
+from lingua.evaluate import RESULTS, UNTRAINED, markdown_table, writable_folder, write_whole
 from lingua.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def report(args: ReportArgs) -> str:
     runs = [summarize(Path(run), name) for run, name in zip(args.runs, names, strict=True)]
     if all(run.state == "missing" for run in runs):
         raise UserError(f"none of the run folders exists: {', '.join(args.runs)}")
+    out = writable_folder(args.out)
     columns = [untrained(args.baseline or args.runs[0]), *runs]
     table = markdown_table(["", *(column.name for column in columns)], rows_of(columns))
     notes = [note for column in columns for note in column.notes]
@@ -98,13 +99,8 @@ def report(args: ReportArgs) -> str:
         + "".join(f"- {note}\n" for note in notes)
         + "\n![Loss curves and probe scores](report.png)\n"
     )
-    out = Path(args.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        draw(columns, args.score, out / "report.png")
-        write_whole(out / "report.md", text)
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written: {error.strerror}") from None
+    write_whole(out / "report.png", draw(columns, args.score))
+    write_whole(out / "report.md", text.encode())
     print(table + "".join(f"{note}\n" for note in notes) + f"written to {out}/report.md and {out}/report.png")
     return table
 
@@ -131,8 +127,8 @@ def summarize(folder: Path, name: str) -> Summary:
         run.notes.append(f"{name}: not probed yet; python -m apps.APP.eval ckpt={folder} tasks...")
         return run
     run.results = max(trained, key=lambda results: results["step"])
-    if run.results["step"] != step:
-        run.notes.append(f"{name}: probed at step {run.results['step']:,}, its newest step is {step or 0:,}")
+    if run.results["step"] < (step or 0):
+        run.notes.append(f"{name}: probed at step {run.results['step']:,}, its newest step is {step:,}")
     return run
 
 
@@ -233,8 +229,8 @@ def majority_of(column: Summary, task: str) -> float | None:
     return None if found is None else 100 * found["majority"][found["metric"]]
 
 
-def draw(columns: list[Summary], score: str, path: Path) -> None:
-    """Write the picture: a panel for each validation set, a panel for each task and probe."""
+def draw(columns: list[Summary], score: str) -> bytes:
+    """The picture as PNG: a panel for each validation set, a panel for each task and probe."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -269,10 +265,10 @@ def draw(columns: list[Summary], score: str, path: Path) -> None:
     for panel in panels[:count]:  # under the axes, where it covers no data
         if panel.get_legend_handles_labels()[0]:
             panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False, fontsize=9)
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png", dpi=150)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
     plt.close(figure)
-    os.replace(partial, path)
+    return buffer.getvalue()
 
 
 def _draw_losses(panel: Axes, columns: list[Summary], name: str | None, ratios: list[str]) -> None:

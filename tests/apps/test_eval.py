@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from apps.crossbert import eval as crossbert_eval
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.args import build, cli
 from lingua.errors import UserError
-from lingua.evaluate import EvalArgs, evaluate, markdown_table
+from lingua.evaluate import EvalArgs, evaluate, markdown_table, write_whole
 from lingua.features import load_encoder
 from lingua.tasks import TaskArgs
 from lingua.tokenizer import SentencePieceTokenizer
@@ -190,6 +192,28 @@ def test_the_command_prints_the_table(files: dict[str, Path], capsys: pytest.Cap
 def test_bad_settings_are_refused(files: dict[str, Path], changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         evaluate(eval_args(files, **{"ckpt": files["bert"], **changes}), Bert, BertArgs)
+
+
+def test_an_unwritable_folder_is_refused_before_any_work(files: dict[str, Path]) -> None:
+    args = eval_args(files, files["bert"], out=str(files["texts"] / "out"))
+    args.tasks = {"a": TaskArgs("not_read.csv", "not_read.csv")}
+    with pytest.raises(UserError, match=r"texts.jsonl/out: cannot be written: Not a directory"):
+        evaluate(args, Bert, BertArgs)
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_whole(tmp_path / "results.json", b"old")
+
+    def full(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match=r"results.json: cannot be written: No space left on device"):
+        write_whole(tmp_path / "results.json", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert (tmp_path / "results.json").read_bytes() == b"old"
 
 
 def test_markdown_table() -> None:

@@ -210,6 +210,12 @@ def test_random_init_is_the_run_before_its_first_step(run: Path) -> None:
     assert torch.equal(untrained.encoder.norm.weight, torch.ones(32))
 
 
+@pytest.mark.parametrize("device", ["gpu", "xpu:9"])
+def test_a_device_that_is_not_there_is_refused(run: Path, device: str) -> None:
+    with pytest.raises(UserError, match=f"device={device} cannot be used: .*; try device=cpu"):
+        load_encoder(run, device=device)
+
+
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"name": "roberta"}, vocab_size=100)
     with pytest.raises(UserError, match="50265 ids, the encoder's embedding 100 rows"):

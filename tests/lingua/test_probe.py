@@ -66,12 +66,8 @@ def test_ridge_labels_equal_scikit_learns_argmax() -> None:
     x, y = clusters(200, 10, 5, seed=3)
     x_test, _ = clusters(100, 10, 5, seed=4)
     args = ProbeArgs()
-    for setting, ours in ridge_predictions(
-        torch.from_numpy(x).double(), y, torch.from_numpy(x_test).double(), args
-    ):
-        reference = Ridge(alpha=setting["lambda"], fit_intercept=False).fit(
-            x.astype(np.float64), np.eye(5)[y]
-        )
+    for setting, ours in ridge_predictions(torch.from_numpy(x).double(), y, torch.from_numpy(x_test).double(), args):
+        reference = Ridge(alpha=setting["lambda"], fit_intercept=False).fit(x.astype(np.float64), np.eye(5)[y])
         assert (ours == reference.predict(x_test.astype(np.float64)).argmax(1)).all()
 
 
@@ -97,9 +93,7 @@ def test_knn_equals_scikit_learn_at_each_k(distance: str) -> None:
 def test_a_tie_in_votes_goes_to_the_lowest_label() -> None:
     x = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
     y = np.array([2, 0, 1])
-    ((_, ours),) = knn_predictions(
-        x, y, torch.tensor([[0.1]]).double(), ProbeArgs(neighbours=[3], distances=["l2"])
-    )
+    ((_, ours),) = knn_predictions(x, y, torch.tensor([[0.1]]).double(), ProbeArgs(neighbours=[3], distances=["l2"]))
     assert ours.tolist() == [0]
     reference = KNeighborsClassifier(3).fit(x.numpy(), y)
     assert reference.predict([[0.1]]).tolist() == [0]
@@ -136,9 +130,7 @@ def test_k_above_the_number_of_rows_is_left_out() -> None:
 def test_a_class_missing_from_the_training_rows_is_never_predicted() -> None:
     # Class 0 does not occur, and where all targets seen are predicted negative its zero would win.
     x, y = np.array([[1.0], [2.0]]), np.array([1, 2])
-    for _, ours in ridge_predictions(
-        torch.from_numpy(x), y, torch.tensor([[-5.0], [4.0]]).double(), ProbeArgs()
-    ):
+    for _, ours in ridge_predictions(torch.from_numpy(x), y, torch.tensor([[-5.0], [4.0]]).double(), ProbeArgs()):
         assert set(ours.tolist()) <= {1, 2}
     result = probe(x, y, np.array([[3.0], [4.0]]), np.array([0, 2]), ProbeArgs(kinds=["ridge"]), "accuracy")
     assert result["ridge"]["paper"]["accuracy"] == 0.5
@@ -159,9 +151,7 @@ def test_non_finite_features_are_refused_with_their_row(value: float) -> None:
     x, y = clusters(20, 3, 2, seed=9)
     broken = x.copy()
     broken[7, 1] = value
-    with pytest.raises(
-        UserError, match=r"training rows: NaN or infinity in 1 of 20 rows, the first is row 7"
-    ):
+    with pytest.raises(UserError, match=r"training rows: NaN or infinity in 1 of 20 rows, the first is row 7"):
         probe(broken, y, x, y, ProbeArgs(), "accuracy")
     with pytest.raises(UserError, match="test rows"):
         probe(x, y, broken, y, ProbeArgs(), "accuracy")
