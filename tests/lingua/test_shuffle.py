@@ -392,12 +392,14 @@ def test_memory_is_bounded(tmp_path):
     """80 MB of tokens go through 20 MB of buckets."""
     write_jsonl(tmp_path / "a.jsonl", ["a " * 2_000] * 20_000)
     base = [f"sources.web.path={tmp_path}/a.jsonl", "valid_fraction=0", "memory_gb=0.02"]
+    # VmHWM is the peak of this process alone; getrusage would count the parent's before exec
     code = (
-        "import resource, runpy, sys; sys.path.insert(0, 'setup'); sys.argv[0] = 'prepare_data';"
+        "import re, sys; sys.path.insert(0, 'setup');"
         "import prepare_data, lingua.args, lingua.tokenizer as t; t.build_tokenizer(t.TokenizerArgs());"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]);"
+        "before = peak();"
         "prepare_data.prepare(lingua.args.parse(prepare_data.PrepareArgs, sys.argv[1:]));"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        "print(peak() - before)"
     )
     command = [sys.executable, "-c", code, *base, f"out={tmp_path}/out"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
