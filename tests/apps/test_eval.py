@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lingua.args import build, cli
 from lingua.errors import UserError
 from lingua.evaluate import EvalArgs, evaluate, markdown_table, write_whole
 from lingua.features import load_encoder
+from lingua.probe import probe
 from lingua.tasks import TaskArgs
 from lingua.tokenizer import SentencePieceTokenizer
 from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
@@ -128,14 +130,20 @@ def test_the_untrained_baseline_is_the_model_at_step_0(files: dict[str, Path]) -
         assert torch.equal(encoder.state_dict()[name], value), name
 
 
-def test_words_beyond_the_length_are_counted(files: dict[str, Path], tmp_path: Path) -> None:
+def test_words_beyond_the_length_are_counted_and_left_out(files: dict[str, Path], tmp_path: Path) -> None:
     args = eval_args(files, files["bert"], max_length=10, layers=[0], out=str(tmp_path))
-    args.tasks = {"words": args.tasks["words"]}
-    words = evaluate(args, Bert, BertArgs)["tasks"]["words"]
-    assert words["truncated_sequences"] > 15  # each of the 15 test sentences, and those to train
-    assert words["test"]["rows_beyond_max_length"] > 0
-    total = sum(len(json.loads(line)["words"]) for line in files["words"].read_text().splitlines())
-    assert words["test"]["rows"] + words["test"]["rows_beyond_max_length"] == total
+    args.tasks = {"words": replace(args.tasks["words"], max_train_rows=-1)}
+    found = evaluate(args, Bert, BertArgs)["tasks"]["words"]
+    tagged = [json.loads(line) for line in files["words"].read_text().splitlines()]
+    x, kept = load_encoder(files["bert"], max_length=10).encode_words([row["words"] for row in tagged], 0)
+    y = np.array([tag == "SHORT" for row in tagged for tag in row["tags"]]).astype(int)[kept]
+    sentence = np.array([number for number, row in enumerate(tagged) for _ in row["words"]])[kept]
+    assert found["layers"]["0"] == probe(x, y, x, y, args.probe, "accuracy", sentence)
+    assert found["layers"]["0"] != probe(x, y, x, y, args.probe, "accuracy")  # held out word by word
+    assert found["truncated_sequences"] == 2 * len(tagged)
+    for split in ("train", "test"):
+        assert found[split]["rows"] == kept.sum()
+        assert found[split]["rows_beyond_max_length"] == len(kept) - kept.sum() > 0
 
 
 def test_classes_that_only_the_test_rows_have_are_named(files: dict[str, Path], tmp_path: Path) -> None:

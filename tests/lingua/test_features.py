@@ -160,6 +160,15 @@ def test_word_features_are_the_states_of_first_pieces(kind: str, enc: TextEncode
         row += len(words)
 
 
+def test_words_of_one_batch_come_back_in_order() -> None:
+    enc = roberta()
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    sentences = [words, [*words, "one"], [*words, "two", "one"]]  # one batch, in which the longest comes first
+    found, _ = enc.encode_words(sentences)
+    alone = [enc.encode_words([sentence])[0] for sentence in sentences]
+    np.testing.assert_allclose(found, np.concatenate(alone), atol=1e-5)
+
+
 def test_words_beyond_the_length_are_told_apart() -> None:
     enc = roberta(max_length=8)
     long = "antidisestablishmentarianism"
