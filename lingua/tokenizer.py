@@ -100,7 +100,7 @@ class RobertaTokenizer(Tokenizer):
     special_ids = tuple(_NAMES)
     _FIRST_ID = 4  # of the BPE tokens
     # GPT-2's pattern, in the possessive form that tiktoken runs fastest
-    _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+    PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
     def __init__(self) -> None:
         import tiktoken
@@ -116,7 +116,7 @@ class RobertaTokenizer(Tokenizer):
         self._sha256 = hashlib.sha256(table).hexdigest()
         self._id_of_rank = np.empty(len(ranks), dtype=np.int32)
         self._id_of_rank[ranks] = np.arange(self._FIRST_ID, self._FIRST_ID + len(ranks), dtype=np.int32)
-        self._bpe = tiktoken.Encoding("roberta", pat_str=self._PATTERN, mergeable_ranks=self.ranks, special_tokens={})
+        self._bpe = tiktoken.Encoding("roberta", pat_str=self.PATTERN, mergeable_ranks=self.ranks, special_tokens={})
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         # encode_to_numpy spares the Python list of every id, which pays for the renumbering.
@@ -245,10 +245,13 @@ def train(args: TrainArgs) -> None:
     except Exception as error:  # the binding raises plain RuntimeError and OSError
         raise UserError(f"vocab_size={args.vocab_size} on {len(sentences)} sentences: {error}") from None
     out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")
-    partial.write_bytes(model.getvalue())
-    partial.replace(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(model.getvalue())
+        partial.replace(out)
+    except OSError as error:
+        raise UserError(f"out={out}: cannot write: {error}") from None
     tokenizer = SentencePieceTokenizer(args.out)
     print(f"{args.out}: {tokenizer.vocab_size} pieces from {len(sentences)} sentences")
 

@@ -124,10 +124,13 @@ def fetch(package: Package, out: Path, npm: list[str] | None) -> dict[str, list[
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot write: {error}") from None
 
 
 # --- downloads ---------------------------------------------------------------------------------------------

@@ -196,6 +196,8 @@ def test_bad_tokenizers(tmp_path, corpus):
     with pytest.raises(UserError, match=r"vocab_size=90000 on \d+ sentences"):
         train(TrainArgs(input=str(corpus), out=f"{tmp_path}/big.model", vocab_size=90_000))
     assert not (tmp_path / "big.model").exists()
+    with pytest.raises(UserError, match="cannot write"):
+        train(TrainArgs(input=str(corpus), out=f"{corpus}/v.model", vocab_size=300, character_coverage=0.98))
     (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(UserError, match="no text to train"):
         train(TrainArgs(input=f"{tmp_path}/empty.jsonl", out=f"{tmp_path}/e.model"))

