@@ -38,6 +38,9 @@ class MakeArgs:
 
 def make(args: MakeArgs) -> None:
     """Write ``args.out``. Raises UserError if the two files do not describe the same vocabulary."""
+    for path in (args.gpt2, args.roberta):
+        if not Path(path).is_file():
+            raise UserError(f"{path}: no such file")
     rank_of = {}
     for line in Path(args.gpt2).read_bytes().splitlines():
         token, rank = line.split()
