@@ -12,6 +12,9 @@ import hashlib
 import json
 import logging
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from lingua.errors import UserError
@@ -64,7 +68,8 @@ def save(
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=True)
+        with _quiet():
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=True)
         (folder / "state.json").write_text(json.dumps(state, indent=1))
         (folder / "config.yaml").write_text(config_yaml)
         files = {
@@ -75,29 +80,35 @@ def save(
         partial = folder / f"{COMPLETE}.partial"
         partial.write_text(json.dumps(files, indent=1))
         partial.rename(folder / COMPLETE)
-    except Exception as error:
-        cause = _root_os_error(error)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        cause = _write_failure(error)
         if cause is None:
             raise
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
-            f"cannot write checkpoint {folder}: {cause.strerror or cause}. Free space or give another dump_dir; "
+            f"cannot write checkpoint {folder}: {cause}. Free space or give another dump_dir; "
             "earlier checkpoints are intact and the same command goes on from the newest"
         ) from error
 
 
-def _root_os_error(error: BaseException) -> OSError | None:
-    """The operating system's error behind ``error``, which DCP may have wrapped."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    if isinstance(error, OSError):
-        return error
+def _write_failure(error: BaseException) -> str | None:
+    """What the disk had against it, if that is what ``error`` is about; DCP wraps the errors of each rank."""
     if isinstance(error, CheckpointException):
-        return next((e for e, _ in error.failures.values() if isinstance(e, OSError)), None)
-    # PyTorch's zip writer reports a failed write as a RuntimeError.
+        return next(filter(None, (_write_failure(failure) for failure, _ in error.failures.values())), None)
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    # PyTorch's zip writer notices a short write only by its position in the file.
     if isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)):
-        return OSError(str(error).split("\n")[0])
+        return "a file could not be written to its end (No space left on device?)"
     return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
@@ -157,8 +168,9 @@ def _load_tensors(folder: Path, wanted: dict[str, Any]) -> None:
                 f"checkpoint {folder}: {key} has shape {tuple(stored[key].size)}, the model's is {tuple(tensor.shape)}"
             )
     try:
-        dcp.load(wanted, checkpoint_id=folder, no_dist=True)
-    except Exception as error:
+        with _quiet():
+            dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+    except (Exception, CheckpointException) as error:
         damage = find_damage(folder, checksums=True)
         if damage is None:
             raise

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lingua import checkpoint
 from lingua.args import to_dict, to_yaml
 from lingua.checkpoint import CheckpointArgs
-from lingua.data import DataArgs, Rows, TokenStream
+from lingua.data import DataArgs, Rows, TokenSource, TokenStream
 from lingua.distributed import pick_device, pick_dtype, precision
 from lingua.errors import UserError
 from lingua.loss import LossSum
@@ -115,6 +115,10 @@ class Run:
         self.dtype = pick_dtype(args.dtype, self.device)
         self.tokenizer = build_tokenizer(args.data.tokenizer)
         self.stream = TokenStream(args.data, self.tokenizer, args.seed, self.rows_per_step, args.micro_rows)
+        self.validation_sets = {
+            name: TokenSource(folder, args.data.seq_len, 0, self.tokenizer)
+            for name, folder in args.data.validation.items()
+        }
         vocab_size = self.tokenizer.vocab_size
         if args.model.vocab_size not in (-1, vocab_size):
             raise UserError(f"model.vocab_size={args.model.vocab_size}, but the tokenizer has {vocab_size}: use -1")
@@ -254,7 +258,7 @@ class Run:
             return
         with self._elsewhere(), self.precision():
             self.model.eval()
-            record = validate(self.args.data, self.args.validation, self.tokenizer, self.device, loss)
+            record = validate(self.validation_sets, self.args.validation, self.device, loss)
             self.model.train()
         if record:
             self.metrics.write({"step": step, **record})

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lingua.data import DataArgs, TokenSource
+from lingua.data import TokenSource
 from lingua.errors import UserError
 from lingua.loss import LossSum
 from lingua.masking import View, split_positions
-from lingua.tokenizer import Tokenizer
 
 
 @dataclass
@@ -34,27 +33,26 @@ class ValidationArgs:
 
 @torch.no_grad()
 def validate(
-    data: DataArgs,
+    sources: dict[str, TokenSource],
     args: ValidationArgs,
-    tokenizer: Tokenizer,
     device: torch.device,
     loss: Callable[[Tensor, View], LossSum],
 ) -> dict[str, float]:
     """Mean loss per target in nats, as ``valid/SET/loss@RATIO``.
 
     Args:
+        sources: the validation sets by name.
         loss: summed loss of tokens [B, S] on the hidden positions of a view.
     """
     results = {}
-    for name, folder in data.validation.items():
-        source = TokenSource(folder, data.seq_len, 0, tokenizer)
-        rows = np.arange(min(args.rows, source.tokens // data.seq_len))
+    for name, source in sources.items():
+        rows = np.arange(min(args.rows, source.tokens // source.seq_len))
         tokens = torch.from_numpy(source.rows(rows).astype(np.int64)).to(device)
         index = torch.from_numpy(rows).to(device)
         for ratio in args.ratios:
             total = torch.zeros(2, dtype=torch.float64, device=device)
             for start in range(0, len(rows), args.batch_rows):
                 part = slice(start, start + args.batch_rows)
-                total += torch.stack(loss(tokens[part], split_positions(index[part], data.seq_len, ratio, 0)))
+                total += torch.stack(loss(tokens[part], split_positions(index[part], source.seq_len, ratio, 0)))
             results[f"valid/{name}/loss@{ratio:g}"] = float(total[0] / total[1])
     return results

@@ -38,7 +38,10 @@ def eurobert_like(model: Bert) -> torch.nn.Module:
         attn_implementation="sdpa",
     )
     theirs = EuroBertForMaskedLM(config).eval()
-    weights = {"model.embed_tokens.weight": model.encoder.embedding.weight, "model.norm.weight": model.encoder.norm.weight}
+    weights = {
+        "model.embed_tokens.weight": model.encoder.embedding.weight,
+        "model.norm.weight": model.encoder.norm.weight,
+    }
     for i, layer in enumerate(model.encoder.layers):
         name = f"model.layers.{i}"
         weights |= dict(
