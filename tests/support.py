@@ -13,12 +13,28 @@ from lingua.readers import ReaderArgs
 from lingua.shuffle import ShuffleArgs, shuffle
 
 ROOT = Path(__file__).parent.parent
-SUBJECTS = "the cat|a small dog|my neighbour|the old captain|our teacher|every bird|the quiet child|one sailor".split(
-    "|"
-)
-VERBS = "sees|likes|follows|remembers|paints|carries|hears|forgets".split("|")
-OBJECTS = "the sea|a red house|two letters|the long road|an open window|some bread|the first snow|her song".split("|")
-ENDINGS = "in the morning|without a word|again and again|near the harbour|at night|when it rains".split("|")
+SUBJECTS = [
+    "the cat",
+    "a small dog",
+    "my neighbour",
+    "the old captain",
+    "our teacher",
+    "every bird",
+    "the quiet child",
+    "one sailor",
+]
+VERBS = ["sees", "likes", "follows", "remembers", "paints", "carries", "hears", "forgets"]
+OBJECTS = [
+    "the sea",
+    "a red house",
+    "two letters",
+    "the long road",
+    "an open window",
+    "some bread",
+    "the first snow",
+    "her song",
+]
+ENDINGS = ["in the morning", "without a word", "again and again", "near the harbour", "at night", "when it rains"]
 
 
 def made_up_documents(n: int, seed: int = 0) -> list[str]:

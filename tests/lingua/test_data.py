@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -69,7 +70,7 @@ def test_later_epochs_permute_rows_inside_blocks(two_sources: Path, monkeypatch:
     units = [source._permuted(2, n_rows, unit) for unit in range(n_rows)]
     assert sorted(units) == list(range(n_rows))
     blocks = [unit // 10 for unit in units]
-    changes = sum(a != b for a, b in zip(blocks, blocks[1:], strict=False))
+    changes = sum(a != b for a, b in itertools.pairwise(blocks))
     assert changes == -(-n_rows // 10) - 1  # a block is read to its end before the next
     assert blocks != sorted(blocks)
     assert units != [source._permuted(3, n_rows, unit) for unit in range(n_rows)]

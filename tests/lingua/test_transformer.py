@@ -115,7 +115,7 @@ def test_layers_can_be_asked_in_any_order_and_from_the_end() -> None:
     torch.testing.assert_close(second, encoder.encode(tokens, lengths, layers=(-2,))[0])
     raw = encoder.encode(tokens, lengths, layers=(2,), final_norm=False)[0]
     torch.testing.assert_close(second, encoder.norm(raw))
-    with pytest.raises(UserError, match="layer 4: the encoder has layers 0 .* to 3"):
+    with pytest.raises(UserError, match=r"layer 4: the encoder has layers 0 .* to 3"):
         encoder.encode(tokens, lengths, layers=(4,))
 
 
