@@ -71,6 +71,9 @@ class TokenSource:
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
         self._block_rows = max(1, BLOCK_BYTES // (np.dtype(manifest.dtype).itemsize * seq_len))
         self._manifest = manifest
+        # Caches of this source alone: they go when it goes, and do not push out those of other sources.
+        self._block_order = functools.lru_cache(maxsize=2)(self._block_order)
+        self._row_order = functools.lru_cache(maxsize=2)(self._row_order)
 
     @functools.cached_property
     def _document_ends(self) -> np.ndarray:
@@ -121,7 +124,6 @@ class TokenSource:
         size = min(self._block_rows, n_rows - begin)
         return begin + int(self._row_order(epoch, block, size)[unit - (int(ends[place]) - size)])
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019 - sources live as long as the run
     def _block_order(self, epoch: int, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """The blocks of an epoch in the order they are read, and the row count up to the end of each."""
         n_blocks = -(-n_rows // self._block_rows)
@@ -129,7 +131,6 @@ class TokenSource:
         sizes = np.minimum(self._block_rows, n_rows - order * self._block_rows)
         return order, np.cumsum(sizes)
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019
     def _row_order(self, epoch: int, block: int, size: int) -> np.ndarray:
         return permutation(size, self.seed, text_hash("row"), epoch, block)
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import shutil
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -74,6 +76,15 @@ def test_later_epochs_permute_rows_inside_blocks(two_sources: Path, monkeypatch:
     assert changes == -(-n_rows // 10) - 1  # a block is read to its end before the next
     assert blocks != sorted(blocks)
     assert units != [source._permuted(3, n_rows, unit) for unit in range(n_rows)]
+
+
+def test_a_source_that_is_no_longer_used_lets_go_of_its_files(two_sources: Path) -> None:
+    source = TokenSource(two_sources / "first/train", 32, seed=0)
+    source.row(3 * source.tokens // 32 + 5)  # of a later epoch, so that the orders of that epoch are cached
+    alive = weakref.ref(source)
+    del source
+    gc.collect()
+    assert alive() is None
 
 
 def test_rows_are_the_same_from_any_number_of_readers(two_sources: Path, tokenizer) -> None:
