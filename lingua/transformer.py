@@ -85,8 +85,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
         B, S, _ = x_BSD.shape
-        q, k, v = self.wqkv(x_BSD).view(B, S, 3, self.n_heads, self.head_dim).unbind(2)
-        out = attention(apply_rotary(q, *rotary), apply_rotary(k, *rotary), v, mask)
+        qk, v = self.wqkv(x_BSD).view(B, S, 3 * self.n_heads, self.head_dim).split((2 * self.n_heads, self.n_heads), 2)
+        q, k = apply_rotary(qk, *rotary).chunk(2, dim=2)
+        out = attention(q, k, v, mask)
         return self.wo(out.reshape(B, S, -1))
 
 

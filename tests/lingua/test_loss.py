@@ -19,7 +19,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("chunk_rows", [1, 8, 37, 1000])
 def test_loss_and_gradients_equal_pytorchs_in_float64(monkeypatch: pytest.MonkeyPatch, chunk_rows: int) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", chunk_rows * 101)
+    monkeypatch.setitem(loss_module.CHUNK_ROWS, "cpu", chunk_rows)
     x, weight, targets, weights = inputs()
     total, count = cross_entropy(x, weight, targets, weights)
     (3 * total).backward()
