@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Installs what the tests need into .venv and runs them.
+#   bash setup/test.sh            the quick ones (minutes)
+#   bash setup/test.sh all        also the slow ones: kills, compilation
+#   bash setup/test.sh -k NAME    words that start with a dash go to pytest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source setup/env.sh
+make_env requirements-dev.txt
+
+select=(-m "not slow")
+if [ "${1:-}" = all ]; then
+    select=()
+    shift
+elif [ $# -gt 0 ] && [[ $1 != -* ]]; then
+    echo "error: unknown argument '$1': give nothing, 'all', or options for pytest" >&2
+    exit 2
+fi
+"$PY" -m ruff check .
+"$PY" -m ruff format --check .
+exec "$PY" -m pytest "${select[@]}" "$@"
