@@ -170,7 +170,7 @@ class Run:
         log.info("%s: saving after this step, then stopping (Ctrl-C again stops at once)", self._stop.name)
 
     def total_steps(self, flops_per_token: float) -> int:
-        """Optimizer steps of the whole run, rounded up to a whole step.
+        """Optimizer steps of the whole run: the nearest whole number, at least one.
 
         Args:
             flops_per_token: the paper's F, per view token.
