@@ -6,11 +6,22 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lingua.errors import UserError
 
 log = logging.getLogger(__name__)
+
+
+class _Console(logging.StreamHandler):
+    """Writes to what ``sys.stdout`` is at the moment: under a progress bar, lines then go above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stdout
 
 
 def start_logging(folder: Path) -> None:
@@ -20,7 +31,7 @@ def start_logging(folder: Path) -> None:
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
-    console = logging.StreamHandler(sys.stdout)
+    console = _Console()
     console.setFormatter(logging.Formatter("%(message)s"))
     file = logging.FileHandler(folder / "train.log")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from lingua.errors import UserError
 from lingua.metrics import Metrics, read_metrics
+from tests.support import ROOT, command, environment, tiny_words
 
 
 def test_records_after_the_resumed_step_are_removed(tmp_path: Path) -> None:
@@ -42,3 +48,20 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     assert events.Tags()["scalars"] == ["loss"]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 1.0)]
     assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").open()] == [0.5, 1.0]
+
+
+def test_on_a_terminal_lines_go_above_the_bar(corpus: Path, tmp_path: Path) -> None:
+    """A real pseudo-terminal: a bar is drawn, and log lines start at the margin."""
+    words = command("bert", tiny_words("bert", corpus, tmp_path / "run", steps=20, validation__every=5))
+    seen, terminal = bytearray(), pty.openpty()
+    process = subprocess.Popen(words, cwd=ROOT, env=environment() | {"TERM": "xterm"}, stdout=terminal[1])
+    os.close(terminal[1])
+    with contextlib.suppress(OSError):  # how a pseudo-terminal says that the other side is gone
+        while chunk := os.read(terminal[0], 4096):
+            seen += chunk
+    assert process.wait() == 0
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode()).replace("\r", "\n")
+    assert re.search(r"^run ━+ 20/20", plain, re.MULTILINE)
+    for step in (5, 10, 15, 20):
+        assert re.search(rf"^step {step}  valid/made_up/loss@0.15", plain, re.MULTILINE)
+    assert "step 20/20  loss" in (tmp_path / "run/train.log").read_text()
