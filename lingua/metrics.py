@@ -108,7 +108,7 @@ class Console:
 
             columns = (
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=16),  # all fits into 80 characters
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
             )
@@ -130,7 +130,8 @@ class Console:
         if record["skipped_steps"]:
             said += f"  {record['skipped_steps']} non-finite steps skipped"
         if self._progress:
-            self._progress.update(self._task, said=said)
+            short = f"loss {record['loss']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
+            self._progress.update(self._task, said=short)
             log_file_only(f"step {record['step']}/{self.steps}  {said}")
         else:
             log.info("step %d/%d  %s", record["step"], self.steps, said)
