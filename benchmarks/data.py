@@ -25,11 +25,12 @@ import numpy as np
 from benchmarks.common import environment, write_result
 from benchmarks.prepare import prepare_rate
 from lingua.args import cli
-from lingua.data import PERIOD, DataArgs, TokenStream
+from lingua.data import DataArgs, TokenStream
 from lingua.errors import UserError
 from lingua.evaluate import markdown_table
 from lingua.manifest import FORMAT_VERSION, Manifest
 from lingua.shards import RECORD, ShardWriter
+from lingua.source import PERIOD
 from lingua.tokenizer import RobertaTokenizer, Tokenizer
 
 SOURCES = {"large": 0.75, "small": 0.25}  # share of the tokens; a source is drawn as often as its size says
@@ -111,7 +112,7 @@ def read_epoch(root: Path, tokenizer: Tokenizer, epoch: int, args: DataRateArgs,
     if cold:
         make_cold(root)
     stream = TokenStream(DataArgs(root_dir=str(root), seq_len=args.seq_len), tokenizer, seed=0)
-    n_rows = sum(source.tokens for source in stream.sources.values()) // args.seq_len
+    n_rows = sum(source.tokens for source in stream.phases[0].mix.sources.values()) // args.seq_len
     first = epoch * n_rows
     while any(stream.progress(first)[f"epoch/{name}"] < epoch for name in SOURCES):
         first += PERIOD  # weights are rounded, so one source is a little behind the other

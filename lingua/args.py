@@ -81,6 +81,10 @@ def check_keys(cls: type, values: dict[str, Any], origin: str, prefix: str = "")
         inner = _dataclass_of(hints[key])
         if not inner:
             continue
+        if isinstance(value, list) and typing.get_origin(hints[key]) is list:
+            for number, item in enumerate(value):
+                check_keys(inner, item if isinstance(item, dict) else {}, origin, f"{prefix}{key}.{number}.")
+            continue
         if not isinstance(value, dict):
             raise UserError(f"{origin}: {prefix}{key} is a section with keys of its own, found {value!r}")
         if typing.get_origin(hints[key]) is dict:  # sections under names the user chooses

@@ -7,11 +7,12 @@ out on any number of ranks and with any accumulation.
 
 from __future__ import annotations
 
-import functools
+import math
 import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,28 @@ import torch
 from torch import Tensor
 
 from lingua.errors import UserError
-from lingua.hashing import permutation, text_hash
-from lingua.manifest import load_manifest
+from lingua.hashing import text_hash
+from lingua.source import Mix, TokenSource
 from lingua.tokenizer import Tokenizer, TokenizerArgs
 
-PERIOD = 1024  # source weights are rounded to 1/1024: the interleave repeats after this many rows
-BLOCK_BYTES = 4 << 20  # later epochs shuffle blocks of this size, so that disks see large reads
+
+@dataclass
+class PhaseArgs:
+    """A change of the mix or of the row length in the middle of a run, for annealing and longer context."""
+
+    from_tokens: float = "???"  # type: ignore[assignment]  # view tokens of the run at which it begins
+    sources: dict[str, float] = field(default_factory=dict)  # weights from then on; none: data.sources
+    seq_len: int | None = None  # tokens in a row from then on; none: data.seq_len
+
+    def __post_init__(self) -> None:
+        check_weights("data.phases: sources", self.sources)
+
+
+def check_weights(name: str, weights: dict[str, float]) -> None:
+    """Raise UserError unless every weight is above 0."""
+    for source, weight in weights.items():
+        if not weight > 0:
+            raise UserError(f"{name}.{source}={weight}: a weight must be above 0; leave the source out instead")
 
 
 @dataclass
@@ -35,6 +52,7 @@ class DataArgs:
     sources: dict[str, float] = field(default_factory=dict)  # weight of each source; none: all, by size
     seq_len: int = 512  # tokens in a row
     tokenizer: TokenizerArgs = field(default_factory=TokenizerArgs)
+    phases: list[PhaseArgs] = field(default_factory=list)  # later phases, in order; the fields above are the first
     validation: dict[str, str] = field(default_factory=dict)  # name: folder of a prepared split
     prefetch: int = 2  # steps read ahead by a background thread
 
@@ -43,125 +61,11 @@ class DataArgs:
             raise UserError(f"data.seq_len={self.seq_len}: a row needs at least 2 tokens")
         if self.prefetch < 1:
             raise UserError(f"data.prefetch={self.prefetch}: expected at least 1")
-        for name, weight in self.sources.items():
-            if not weight > 0:
-                raise UserError(f"data.sources.{name}={weight}: a weight must be above 0; leave the source out instead")
+        check_weights("data.sources", self.sources)
 
-
-class TokenSource:
-    """One folder of token shards, read as endless epochs of rows.
-
-    Epoch 0 is the shards in order. In epoch ``e`` the corpus is cut into rows of S from another offset, so
-    that the tail of epoch ``e - 1`` shorter than a row and the head of epoch ``e`` make one row: every token
-    appears exactly once an epoch. Blocks of rows, and the rows in each block, are permuted.
-    """
-
-    def __init__(self, folder: str | Path, seq_len: int, seed: int, tokenizer: Tokenizer | None = None) -> None:
-        manifest = load_manifest(folder)
-        if tokenizer is not None:
-            manifest.check_tokenizer(tokenizer)
-        self.seq_len, self.seed = seq_len, seed
-        self.tokens, self.documents = manifest.tokens, manifest.documents
-        if self.tokens < seq_len:
-            raise UserError(
-                f"{folder}: holds {self.tokens} tokens, fewer than one row (data.seq_len={seq_len}): "
-                "add text or shorten the rows"
-            )
-        self._shards = [manifest.open_tokens(i) for i in range(len(manifest.shards))]
-        self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
-        self._block_rows = max(1, BLOCK_BYTES // (np.dtype(manifest.dtype).itemsize * seq_len))
-        self._manifest = manifest
-        # Caches of this source alone: they go when it goes, and do not push out those of other sources.
-        self._block_order = functools.lru_cache(maxsize=2)(self._block_order)
-        self._row_order = functools.lru_cache(maxsize=2)(self._row_order)
-
-    @functools.cached_property
-    def _document_ends(self) -> np.ndarray:
-        """Where each document ends, in tokens from the start of the corpus (read when first asked for)."""
-        ends = [self._manifest.open_docs(i).astype(np.int64) + start for i, start in enumerate(self._starts[:-1])]
-        return np.concatenate(ends)
-
-    def row(self, index: int) -> np.ndarray:
-        """Tokens [S] of row ``index`` (any integer >= 0), in the dtype of the shards."""
-        return self.rows(np.array([index]))[0]
-
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens [n, S] of many rows at once."""
-        out = np.empty((len(indices), self.seq_len), dtype=self._shards[0].dtype)
-        first = np.asarray(indices, dtype=np.int64) * self.seq_len
-        for row, (epoch, offset) in enumerate(zip(*np.divmod(first, self.tokens), strict=True)):
-            self._fill(out[row], int(epoch), int(offset))
-        return out
-
-    def _fill(self, row: np.ndarray, epoch: int, offset: int) -> None:
-        head = -epoch * self.tokens % self.seq_len  # tokens of this epoch that end the row begun in the last
-        n_rows = (self.tokens - head) // self.seq_len
-        unit = (offset - head) // self.seq_len  # `offset` is a row's start, so a whole number of rows after `head`
-        if unit < n_rows:
-            start = head + self.seq_len * (unit if epoch == 0 else self._permuted(epoch, n_rows, unit))
-            self._read(row, start)
-            return
-        tail = self.tokens - offset
-        self._read(row[:tail], offset)
-        self._read(row[tail:], 0)  # the next epoch's head
-
-    def _read(self, out: np.ndarray, start: int) -> None:
-        """Copy ``len(out)`` tokens of the corpus from ``start``, across shards where needed."""
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        done = 0
-        while done < len(out):
-            begin = start + done - self._starts[shard]
-            piece = self._shards[shard][begin : begin + len(out) - done]
-            out[done : done + len(piece)] = piece
-            done += len(piece)
-            shard += 1
-
-    def _permuted(self, epoch: int, n_rows: int, unit: int) -> int:
-        order, ends = self._block_order(epoch, n_rows)
-        place = int(np.searchsorted(ends, unit, side="right"))
-        block = int(order[place])
-        begin = block * self._block_rows
-        size = min(self._block_rows, n_rows - begin)
-        return begin + int(self._row_order(epoch, block, size)[unit - (int(ends[place]) - size)])
-
-    def _block_order(self, epoch: int, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of an epoch in the order they are read, and the row count up to the end of each."""
-        n_blocks = -(-n_rows // self._block_rows)
-        order = permutation(n_blocks, self.seed, text_hash("block"), epoch)
-        sizes = np.minimum(self._block_rows, n_rows - order * self._block_rows)
-        return order, np.cumsum(sizes)
-
-    def _row_order(self, epoch: int, block: int, size: int) -> np.ndarray:
-        return permutation(size, self.seed, text_hash("row"), epoch, block)
-
-    def progress(self, rows: int) -> dict[str, float]:
-        """Epochs and documents seen after ``rows`` rows (documents exact in epoch 0, in proportion later)."""
-        epoch, offset = divmod(rows * self.seq_len, self.tokens)
-        if epoch == 0:
-            documents = int(np.searchsorted(self._document_ends, offset, side="right"))
-        else:
-            documents = round((epoch + offset / self.tokens) * self.documents)
-        return {"epoch": rows * self.seq_len / self.tokens, "documents": documents}
-
-
-def interleave(weights: list[float]) -> np.ndarray:
-    """One period of source numbers, int64 [1024], each source spread evenly.
-
-    Weights are rounded to 1/1024 by largest remainder; every source gets at least one row.
-    """
-    if len(weights) > PERIOD:
-        raise UserError(f"data.sources: {len(weights)} sources, at most {PERIOD} can be mixed")
-    exact = np.array(weights, dtype=np.float64) / sum(weights) * PERIOD
-    counts = np.maximum(1, np.floor(exact)).astype(np.int64)
-    while (missing := PERIOD - int(counts.sum())) != 0:
-        change = 1 if missing > 0 else -1
-        gap = (exact - counts) * change
-        if change < 0:
-            gap[counts == 1] = -np.inf
-        counts[int(np.argmax(gap))] += change
-    places = [((np.arange(n) + 0.5) / n, np.full(n, source)) for source, n in enumerate(counts)]
-    when, which = (np.concatenate(parts) for parts in zip(*places, strict=True))
-    return which[np.argsort(when, kind="stable")]
+    def seq_lens(self) -> list[int]:
+        """Row length of every phase."""
+        return [self.seq_len, *(phase.seq_len or self.seq_len for phase in self.phases)]
 
 
 @dataclass
@@ -183,8 +87,25 @@ class Rows:
         return Rows(*tensors, last=self.last)
 
 
+@dataclass
+class _Phase:
+    """A stretch of steps with one mix and one row length."""
+
+    first_step: int  # 1 is the first step of the run
+    first_row: int  # global number of its first row
+    seq_len: int
+    rows_per_step: int
+    micro_rows: int
+    mix: Mix
+
+
 class TokenStream:
-    """The mix of all sources, as rows and as this rank's share of each optimizer step."""
+    """The mix of all sources, phase after phase, as rows and as this rank's share of each optimizer step.
+
+    Args:
+        rows_per_step, micro_rows: of the first phase; phases of longer rows have fewer, of the same tokens.
+        views: how many views of each row are trained on; ``data.phases`` begin at view tokens.
+    """
 
     def __init__(
         self,
@@ -195,59 +116,88 @@ class TokenStream:
         micro_rows: int = 1,
         rank: int = 0,
         world_size: int = 1,
+        views: int = 1,
     ) -> None:
-        root = Path(args.root_dir)
+        self.args, self._tokenizer, self._seed = args, tokenizer, seed
+        self.rank, self.world_size = rank, world_size
+        self.step_tokens, self._micro_tokens = rows_per_step * args.seq_len, micro_rows * args.seq_len
+        self.phases: list[_Phase] = []
+        self._add_phase(1, args.sources, args.seq_len)
+        for phase in args.phases:
+            first_step = math.ceil(phase.from_tokens / (self.step_tokens * views)) + 1
+            if first_step <= self.phases[-1].first_step:
+                raise UserError(
+                    f"data.phases: the one from_tokens={phase.from_tokens:g} begins at step {first_step}, not after "
+                    f"the one before it (step {self.phases[-1].first_step}): list them in order, a step or more apart"
+                )
+            self._add_phase(first_step, phase.sources or args.sources, phase.seq_len or args.seq_len)
+
+    def _add_phase(self, first_step: int, weights: dict[str, float], seq_len: int) -> None:
+        if self.step_tokens % seq_len:
+            raise UserError(
+                f"data.phases: seq_len={seq_len} does not divide the {self.step_tokens} text tokens of a step "
+                "(batch_tokens over views): choose lengths that do"
+            )
+        root = Path(self.args.root_dir)
         if not root.is_dir():
             raise UserError(f"data.root_dir={root}: no such folder; setup/prepare_data.py makes one from raw text")
         found = sorted(path.parent.name for path in root.glob("*/train"))
-        names = list(args.sources) or found
+        names = list(weights) or found
         if not names:
             raise UserError(f"data.root_dir={root}: holds no source (a folder SOURCE/train); see setup/prepare_data.py")
-        for name in args.sources:
+        for name in weights:
             if name not in found:
                 raise UserError(f"data.sources.{name}: no folder {root / name / 'train'}; sources there: {found}")
-        self.args = args
-        self.sources = {
-            name: TokenSource(root / name / "train", args.seq_len, seed ^ text_hash(name), tokenizer) for name in names
+        used = self.used(first_step - 1)
+        sources = {
+            name: TokenSource(
+                root / name / "train", seq_len, self._seed ^ text_hash(name), self._tokenizer, used.get(name, 0)
+            )
+            for name in names
         }
-        self._list = list(self.sources.values())
-        weights = [args.sources[name] if args.sources else source.tokens for name, source in self.sources.items()]
-        self._which = interleave(weights)
-        self._counts = np.bincount(self._which, minlength=len(names))
-        self._nth = np.zeros(PERIOD, dtype=np.int64)  # how many rows of the same source stand before it in the period
-        for source in range(len(names)):
-            places = np.flatnonzero(self._which == source)
-            self._nth[places] = np.arange(len(places))
-        self.rows_per_step = rows_per_step
-        self.rank, self.world_size = rank, world_size
-        self.micro_rows = min(micro_rows, -(-rows_per_step // world_size))
+        mix = Mix(sources, [weights[name] if weights else source.tokens for name, source in sources.items()])
+        rows_per_step = self.step_tokens // seq_len
+        most = -(-rows_per_step // self.world_size)
+        micro_rows = min(max(1, self._micro_tokens // seq_len), most)
+        last = self.phases[-1] if self.phases else None
+        first_row = last.first_row + (first_step - last.first_step) * last.rows_per_step if last else 0
+        self.phases.append(_Phase(first_step, first_row, seq_len, rows_per_step, micro_rows, mix))
+
+    def phase(self, step: int) -> _Phase:
+        """The phase that step ``step`` belongs to."""
+        return next(phase for phase in reversed(self.phases) if phase.first_step <= max(step, 1))
 
     def row(self, index: int) -> np.ndarray:
         """Tokens [S] of global row ``index``."""
         return self.rows(np.array([index]))[0]
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens [n, S] of global rows, in the widest dtype of the sources."""
-        periods, slots = np.divmod(np.asarray(indices, dtype=np.int64), PERIOD)
-        which = self._which[slots]
-        own = periods * self._counts[which] + self._nth[slots]
-        if len(self._list) == 1:
-            return self._list[0].rows(own)
-        parts = {source: self._list[source].rows(own[which == source]) for source in np.unique(which)}
-        out = np.empty((len(which), self.args.seq_len), dtype=np.result_type(*parts.values()))
-        for source, part in parts.items():
-            out[which == source] = part
-        return out
+        """Tokens [n, S] of global rows, all of one phase, in the widest dtype of its sources."""
+        first = int(np.min(indices))
+        phase = next(phase for phase in reversed(self.phases) if phase.first_row <= first)
+        return phase.mix.rows(np.asarray(indices) - phase.first_row)
 
-    def progress(self, rows: int) -> dict[str, float]:
-        """``epoch/SOURCE`` and ``documents/SOURCE`` after ``rows`` global rows."""
-        periods, slot = divmod(rows, PERIOD)
-        before = np.bincount(self._which[:slot], minlength=len(self._list))
-        metrics = {}
-        for i, (name, source) in enumerate(self.sources.items()):
-            for key, value in source.progress(int(periods * self._counts[i] + before[i])).items():
-                metrics[f"{key}/{name}"] = value
-        return metrics
+    def phase_steps(self, step: int) -> Iterator[tuple[_Phase, int]]:
+        """Each phase with the number of its steps among the first ``step`` of the run."""
+        for phase, following in zip_longest(self.phases, self.phases[1:]):
+            end = step if following is None else min(step, following.first_step - 1)
+            yield phase, max(0, end - phase.first_step + 1)
+
+    def used(self, step: int) -> dict[str, int]:
+        """Tokens of each source that are used up after ``step`` steps, over all phases so far."""
+        used: dict[str, int] = {}
+        for phase, steps in self.phase_steps(step):
+            used |= phase.mix.used(steps * phase.rows_per_step) if steps or not used else {}
+        return used
+
+    def progress(self, step: int) -> dict[str, float]:
+        """``epoch/SOURCE`` and ``documents/SOURCE`` after ``step`` steps."""
+        sources = {name: source for phase in self.phases for name, source in phase.mix.sources.items()}
+        return {
+            f"{key}/{name}": value
+            for name, used in self.used(step).items()
+            for key, value in sources[name].progress(used).items()
+        }
 
     def step_rows(self, step: int) -> list[Rows]:
         """This rank's micro-batches of optimizer step ``step`` (the first is 1), on the CPU.
@@ -255,18 +205,19 @@ class TokenStream:
         Every rank gets the same number of micro-batches of the same shape; rows that are missing for that
         are repeats of weight zero.
         """
-        per_rank = -(-self.rows_per_step // self.world_size)
-        padded = -(-per_rank // self.micro_rows) * self.micro_rows
-        first = (step - 1) * self.rows_per_step
-        own = np.arange(first + self.rank, first + self.rows_per_step, self.world_size)
+        phase = self.phase(step)
+        per_rank = -(-phase.rows_per_step // self.world_size)
+        padded = -(-per_rank // phase.micro_rows) * phase.micro_rows
+        first = phase.first_row + (step - phase.first_step) * phase.rows_per_step
+        own = np.arange(first + self.rank, first + phase.rows_per_step, self.world_size)
         index = np.concatenate((own, np.full(padded - len(own), first)))
         weight = (np.arange(padded) < len(own)).astype(np.float32)
         tokens = self.rows(index).astype(np.int64)
         batches = []
-        for start in range(0, padded, self.micro_rows):
-            part = slice(start, start + self.micro_rows)
+        for start in range(0, padded, phase.micro_rows):
+            part = slice(start, start + phase.micro_rows)
             tensors = (torch.from_numpy(array[part]) for array in (tokens, index, weight))
-            batches.append(Rows(*tensors, last=start + self.micro_rows >= padded))
+            batches.append(Rows(*tensors, last=start + phase.micro_rows >= padded))
         return batches
 
     def steps(self, first: int, last: int) -> Iterator[list[Rows]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 from lingua import checkpoint
 from lingua.args import to_dict, to_yaml
 from lingua.checkpoint import CheckpointArgs
-from lingua.data import DataArgs, Rows, TokenSource, TokenStream
+from lingua.data import DataArgs, Rows, TokenStream
 from lingua.distributed import pick_device, pick_dtype, precision
 from lingua.errors import UserError
 from lingua.loss import LossSum
 from lingua.masking import View, hidden_count
 from lingua.metrics import Console, Metrics, start_logging
 from lingua.optim import OptimArgs, Optimizer, learning_rate
+from lingua.source import TokenSource
 from lingua.tokenizer import build_tokenizer
 from lingua.validate import ValidationArgs, validate
 
@@ -109,12 +111,14 @@ class Run:
                 f"the nearest that fits is {nearest}"
             )
         self.args = args
-        self.rows_per_step = args.batch_tokens // row_tokens
+        self.views = views
         self.folder = Path(args.dump_dir)
         self.device = pick_device()
         self.dtype = pick_dtype(args.dtype, self.device)
         self.tokenizer = build_tokenizer(args.data.tokenizer)
-        self.stream = TokenStream(args.data, self.tokenizer, args.seed, self.rows_per_step, args.micro_rows)
+        self.stream = TokenStream(
+            args.data, self.tokenizer, args.seed, args.batch_tokens // row_tokens, args.micro_rows, views=views
+        )
         self.validation_sets = {
             name: TokenSource(folder, args.data.seq_len, 0, self.tokenizer)
             for name, folder in args.data.validation.items()
@@ -169,17 +173,32 @@ class Run:
         self._stop = signal.Signals(signum)
         log.info("%s: saving after this step, then stopping (Ctrl-C again stops at once)", self._stop.name)
 
-    def total_steps(self, flops_per_token: float) -> int:
+    def total_steps(self, flops_per_token: Callable[[int], float]) -> int:
         """Optimizer steps of the whole run: the nearest whole number, at least one.
 
         Args:
-            flops_per_token: the paper's F, per view token.
+            flops_per_token: the paper's F per view token, as a function of the row length.
         """
         self.flops_per_token = flops_per_token
         if self.args.steps is not None:
             return self.args.steps
-        tokens = self.args.tokens if self.args.tokens is not None else self.args.flops / flops_per_token
-        return max(1, round(tokens / self.args.batch_tokens))
+        if self.args.tokens is not None:
+            return max(1, round(self.args.tokens / self.args.batch_tokens))
+        # F depends on the row length, so a budget is used up phase by phase; the last phase has no end.
+        left = self.args.flops
+        for phase, steps in self.stream.phase_steps(sys.maxsize):
+            a_step = self.args.batch_tokens * flops_per_token(phase.seq_len)
+            if left <= steps * a_step:
+                break
+            left -= steps * a_step
+        return max(1, phase.first_step - 1 + round(left / a_step))
+
+    def flops(self, step: int) -> float:
+        """Training FLOPs of the first ``step`` steps, as the paper counts them."""
+        return sum(
+            steps * self.args.batch_tokens * self.flops_per_token(phase.seq_len)
+            for phase, steps in self.stream.phase_steps(step)
+        )
 
     def steps(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[int, list[Rows]]]:
         """Yield ``(step, micro-batches)`` from where the run stopped to its end, or to a signal.
@@ -228,19 +247,18 @@ class Run:
         now = time.perf_counter()
         seconds = now - self._interval_start - self._away
         tokens = (step - self._interval_step) * self.args.batch_tokens
-        data_tokens = (step - self._interval_step) * self.rows_per_step * self.args.data.seq_len
         record = {
             "step": step,
             "tokens": step * self.args.batch_tokens,
-            "data_tokens": step * self.rows_per_step * self.args.data.seq_len,
-            "flops": step * self.args.batch_tokens * self.flops_per_token,
+            "data_tokens": step * self.args.batch_tokens // self.views,
+            "flops": self.flops(step),
             "loss": float(loss.loss / loss.targets),
             "grad_norm": float(grad_norm),
             "lr": learning_rate(step, self.optimizer.steps, self.args.optim),
             "skipped_steps": int(self.optimizer.skipped),
-            **self.stream.progress(step * self.rows_per_step),
+            **self.stream.progress(step),
             "tokens_per_second": tokens / seconds,
-            "data_tokens_per_second": data_tokens / seconds,
+            "data_tokens_per_second": tokens / self.views / seconds,
             "data_wait_share": self._waited / seconds,
         }
         self.metrics.write(record)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lingua.data import TokenSource
 from lingua.errors import UserError
 from lingua.loss import LossSum
 from lingua.masking import View, split_positions
+from lingua.source import TokenSource
 
 
 @dataclass

@@ -34,17 +34,18 @@ class BertTrainArgs(RunArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hidden_count(self.data.seq_len, self.masking.hidden_ratio)
+        for seq_len in self.data.seq_lens():
+            hidden_count(seq_len, self.masking.hidden_ratio)
 
 
 def train(args: BertTrainArgs) -> None:
     """Run or resume the training that ``args`` describes."""
-    masking, seq_len = args.masking, args.data.seq_len
+    masking = args.masking
     with Run(args, views=1) as run:
         special_ids = () if masking.predict_special else run.tokenizer.special_ids
         mask_id = run.tokenizer.mask_id
         model = Bert(args.model, special_ids, args.seed)
-        steps = run.total_steps(model.flops_per_token(seq_len))
+        steps = run.total_steps(model.flops_per_token)
         parallelize(model, run.device, run.dtype, args.compile)
         optimizer = Optimizer(model, args.optim, steps)
 
@@ -54,7 +55,7 @@ def train(args: BertTrainArgs) -> None:
         for step, micro_batches in run.steps(model, optimizer):
             loss = targets = torch.zeros((), device=run.device)
             for rows in micro_batches:
-                view = split_positions(rows.index_B, seq_len, masking.hidden_ratio, args.seed)
+                view = split_positions(rows.index_B, rows.tokens_BS.shape[1], masking.hidden_ratio, args.seed)
                 inputs_BS = mask_tokens(
                     rows.tokens_BS, view.hidden_BS, mask_id, special_ids,
                     masking.replace, rows.index_B, args.seed, run.tokenizer.vocab_size,

@@ -33,23 +33,26 @@ class CrossBertTrainArgs(RunArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hidden_count(self.data.seq_len, self.masking.hidden_ratio)
+        for seq_len in self.data.seq_lens():
+            hidden_count(seq_len, self.masking.hidden_ratio)
 
 
 def train(args: CrossBertTrainArgs) -> None:
     """Run or resume the training that ``args`` describes."""
-    masking, seq_len = args.masking, args.data.seq_len
+    masking = args.masking
     make_views = complementary_views if masking.complementary else lambda *a: [split_positions(*a)]
     with Run(args, views=2 if masking.complementary else 1) as run:
         special_ids = () if masking.predict_special else run.tokenizer.special_ids
         model = CrossBert(args.model, special_ids, args.seed)
-        steps = run.total_steps(model.flops_per_token(seq_len, masking.hidden_ratio, masking.complementary))
+        steps = run.total_steps(
+            lambda seq_len: model.flops_per_token(seq_len, masking.hidden_ratio, masking.complementary)
+        )
         parallelize(model, run.device, run.dtype, args.compile)
         optimizer = Optimizer(model, args.optim, steps)
         for step, micro_batches in run.steps(model, optimizer):
             loss = targets = torch.zeros((), device=run.device)
             for rows in micro_batches:
-                for view in make_views(rows.index_B, seq_len, masking.hidden_ratio, args.seed):
+                for view in make_views(rows.index_B, rows.tokens_BS.shape[1], masking.hidden_ratio, args.seed):
                     with run.precision():
                         part = model(rows.tokens_BS, view, rows.weight_B)
                     part.loss.backward()  # a sum: the optimizer divides by the targets of the whole step

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from lingua.data import PERIOD, DataArgs, TokenSource, TokenStream, interleave
+from lingua.data import DataArgs, PhaseArgs, TokenStream
 from lingua.errors import UserError
 from lingua.manifest import load_manifest
+from lingua.source import PERIOD, TokenSource, interleave
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.support import made_up_documents, prepare
 
@@ -49,7 +50,7 @@ def test_the_first_epoch_reads_the_shards_in_order(two_sources: Path) -> None:
 def test_every_token_appears_once_an_epoch(
     two_sources: Path, seq_len: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lingua.data.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("lingua.source.BLOCK_BYTES", block_bytes)
     corpus = whole(two_sources / "second/train")
     source = TokenSource(two_sources / "second/train", seq_len, seed=3)
     epochs = 4
@@ -66,7 +67,7 @@ def test_every_token_appears_once_an_epoch(
 
 
 def test_later_epochs_permute_rows_inside_blocks(two_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lingua.data.BLOCK_BYTES", 10 * 32 * 2)  # 10 rows
+    monkeypatch.setattr("lingua.source.BLOCK_BYTES", 10 * 32 * 2)  # 10 rows
     source = TokenSource(two_sources / "first/train", 32, seed=0)
     n_rows = source.tokens // 32
     units = [source._permuted(2, n_rows, unit) for unit in range(n_rows)]
@@ -153,6 +154,54 @@ def test_documents_seen_are_counted_exactly_in_the_first_epoch(two_sources: Path
     total = load_manifest(two_sources / "second/train").documents
     twice = stream.progress(2 * len(corpus) // 16)
     assert twice["documents/second"] == pytest.approx(2 * total, abs=1)
+
+
+def test_phases_change_mix_and_length_and_go_on_where_the_sources_were(two_sources: Path, tokenizer) -> None:
+    args = DataArgs(
+        root_dir=str(two_sources),
+        sources={"first": 1.0, "second": 1.0},
+        seq_len=16,
+        phases=[
+            PhaseArgs(from_tokens=10 * 96 * 2, sources={"second": 1.0}, seq_len=32),  # after 10 steps of 96 tokens
+            PhaseArgs(from_tokens=13 * 96 * 2 - 1, sources={"first": 1.0}),  # within step 13: after it
+        ],
+    )
+    stream = TokenStream(args, tokenizer, seed=0, rows_per_step=6, micro_rows=4, views=2)
+    assert [(phase.first_step, phase.first_row, phase.seq_len) for phase in stream.phases] == [
+        (1, 0, 16), (11, 60, 32), (14, 69, 16),
+    ]  # fmt: skip
+    taken: dict[str, list[int]] = {"first": [], "second": []}
+    which = interleave([1.0, 1.0])
+    indices = []
+    for step in range(1, 16):
+        for rows in stream.step_rows(step):
+            for index, tokens, weight in zip(rows.index_B.tolist(), rows.tokens_BS, rows.weight_B, strict=True):
+                if weight:
+                    source = "second" if 11 <= step < 14 else "first" if step >= 14 or which[index] == 0 else "second"
+                    indices.append(index)
+                    taken[source].append((index, tokens))
+            assert rows.tokens_BS.shape == (2, 32) if 11 <= step < 14 else (4, 16)
+        used = {name: sum(len(tokens) for _, tokens in rows) for name, rows in taken.items()}
+        assert stream.used(step) == used
+    assert sorted(indices) == list(range(60 + 9 + 12))  # row numbers, which masks hang on, never repeat
+    for name, rows in taken.items():
+        tokens = np.concatenate([tokens for _, tokens in sorted(rows, key=lambda row: row[0])])
+        assert (tokens == whole(two_sources / name / "train")[: len(tokens)]).all()
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ([PhaseArgs(from_tokens=1e4, seq_len=7)], "seq_len=7 does not divide the 96 text tokens of a step"),
+        ([PhaseArgs(from_tokens=0)], "begins at step 1, not after the one before it"),
+        ([PhaseArgs(from_tokens=900), PhaseArgs(from_tokens=800)], "from_tokens=800 begins at step 10"),
+        ([PhaseArgs(from_tokens=900, sources={"third": 1.0})], "no folder .*third"),
+    ],
+)
+def test_impossible_phases_are_named(two_sources: Path, tokenizer, phases: list[PhaseArgs], message: str) -> None:
+    args = DataArgs(root_dir=str(two_sources), seq_len=16, phases=phases)
+    with pytest.raises(UserError, match=message):
+        TokenStream(args, tokenizer, seed=0, rows_per_step=6)
 
 
 def test_prefetched_steps_are_the_steps(two_sources: Path, tokenizer) -> None:

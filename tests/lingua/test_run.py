@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -251,6 +252,33 @@ def test_length_by_tokens_and_flops(corpus: Path, tmp_path: Path) -> None:
     assert records(tmp_path / "tokens")[-1]["step"] == 5
     assert records(tmp_path / "tokens")[-2]["flops"] == 5 * 256 * per_token
     assert records(tmp_path / "flops")[-1]["step"] == round(5 * 256 * 6 * 2 * 28672 / per_token / 256)
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_a_run_in_phases_resumes_and_counts_as_one(corpus: Path, tmp_path: Path, app: str) -> None:
+    views = 2 if app == "crossbert" else 1
+    phases = [{"from_tokens": 6 * 256 * views, "seq_len": 64}, {"from_tokens": 9 * 256 * views, "seq_len": 16}]
+    words = {"data__phases": str(phases).replace("'", ""), "validation__every": 100, "checkpoint__dump__every": 4}
+    run_app(app, tiny_words(app, corpus, tmp_path / "whole", steps=12, **words))
+    whole = records(tmp_path / "whole")
+    run_app(app, tiny_words(app, corpus, tmp_path / "two", steps=12, **words))
+    shutil.rmtree(tmp_path / "two/checkpoints/0000000012")
+    run_app(app, tiny_words(app, corpus, tmp_path / "two", steps=12, **words))  # again from step 8
+    assert records(tmp_path / "two") == whole
+    # F = 6 N + 12 d L S, the predictor's a second block of half the weight (complementary masks)
+    block = 6 * (4 * 32**2 + 3 * 32 * 256)
+    blocks = 2 if app == "bert" else 1.5
+
+    def flops(steps: int, seq_len: int) -> float:
+        return steps * 256 * views * blocks * (block + 12 * 32 * seq_len)
+
+    last = [record for record in whole if "loss" in record][-1]
+    assert last["flops"] == flops(6, 32) + flops(3, 64) + flops(3, 16)
+    assert last["data_tokens"] == 12 * 256
+    # The same length, given in FLOPs.
+    words = [w for w in tiny_words(app, corpus, tmp_path / "flops", **words) if not w.startswith("steps=")]
+    run_app(app, [*words, f"flops={last['flops']}"])
+    assert records(tmp_path / "flops") == whole
 
 
 @pytest.mark.slow
