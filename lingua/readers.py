@@ -1,7 +1,10 @@
-"""Raw text inputs: JSONL and plain text, also gzipped, on any fsspec path, as documents.
+"""Raw text inputs as documents: JSONL, plain text (also .gz, .zst), parquet, Arrow and hub datasets, anywhere.
 
 Reading has two halves, so that the expensive one can run in worker processes: :func:`blocks` cuts files into
-runs of raw lines, :func:`parse` turns one block into documents. :func:`documents` is both.
+runs of raw documents, :func:`parse` turns one block into texts. :func:`documents` is both.
+
+A document is known by its file's number and its own number in that file. Neither depends on the format, so
+the same files with the same rows in another format are the same documents.
 """
 
 from __future__ import annotations
@@ -10,26 +13,27 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
-import fsspec
-
+from lingua.columns import arrow_rows, dataset_rows, parquet_rows
 from lingua.errors import UserError
+from lingua.files import JSONL_ENDINGS, InputFile, check_unchanged, list_files, open_text
 
-FORMATS = ("auto", "jsonl", "text")
+FORMATS = ("auto", "jsonl", "text", "parquet", "arrow")
 DOCUMENTS = ("file", "paragraph", "line")
-JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson", ".ndjson.gz")
 BLOCK_BYTES = 1 << 20
 
 
 @dataclass
 class ReaderArgs:
-    # file, or glob of files (sorted), on any fsspec path; several are separated by commas
+    # file, folder or glob of files (sorted), on any fsspec path, or hf:NAME[:config[:split]] (hub id or local
+    # folder); several are separated by commas
     path: str = "???"
-    format: str = "auto"  # jsonl | text | auto: jsonl if the name says so, else text
-    text: str = "text"  # the JSONL column that holds the text
+    format: str = "auto"  # jsonl | text | parquet | arrow | auto: by the file's name, else text
+    text: str = "text"  # the column that holds the text (JSONL, parquet, Arrow)
     document: str = "file"  # what is one document of a plain text file: file | paragraph (blank line) | line
-    on_error: str = "fail"  # a line that cannot be read: fail | skip (counted and listed)
+    on_error: str = "fail"  # a document that cannot be read: fail | skip (counted and listed)
+    max_document_mb: float = 32.0  # a longer line or document is an error of its own: it must fit in memory
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -39,22 +43,20 @@ class ReaderArgs:
         ):
             if value not in known:
                 raise UserError(f"{name}={value}: expected one of {', '.join(known)}")
+        if self.max_document_mb <= 0:
+            raise UserError(f"max_document_mb={self.max_document_mb}: expected above 0")
 
 
-@dataclass(frozen=True)
-class InputFile:
-    index: int  # place in the sorted list of all files of the source
-    path: str
-    size: int  # bytes as stored
+Piece = tuple[int, bytes | str]  # line (or row) from 1, raw bytes of a document or why it cannot be read
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive raw lines of one file."""
+    """Consecutive raw documents of one file."""
 
     file: InputFile
-    first_line: int  # 1-based
-    lines: list[bytes]
+    first_row: int  # number of the first document in its file, from 1
+    pieces: list[Piece]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Document:
     text: str
     file: int  # InputFile.index
     path: str
-    line: int  # 1-based line at which the document starts
+    line: int  # 1-based line at which the document starts (row, for columns)
+    row: int  # 1-based number of the document in its file
 
 
 @dataclass(frozen=True)
@@ -76,26 +79,6 @@ class BadLine:
 class Parsed:
     documents: list[Document] = field(default_factory=list)
     bad: list[BadLine] = field(default_factory=list)
-
-
-def list_files(pattern: str) -> list[InputFile]:
-    """The files that ``pattern`` matches, sorted by path. Raises UserError naming a glob without a match."""
-    found: dict[str, int] = {}
-    for glob in (part.strip() for part in pattern.split(",")):
-        if not glob:
-            continue
-        try:
-            system, root = fsspec.core.url_to_fs(glob)
-            paths = [path for path in system.glob(root) if system.isfile(path)]
-            sizes = {system.unstrip_protocol(path): system.size(path) for path in paths}
-        except (ValueError, ImportError, OSError) as error:
-            raise UserError(f"cannot list {glob}: {error}") from None
-        if not sizes:
-            raise UserError(f"no file matches {glob}: check the path and the pattern")
-        found |= {path.removeprefix("file://"): size for path, size in sizes.items()}
-    if not found:
-        raise UserError("the path of a source is empty: give a file or a glob")
-    return [InputFile(i, path, found[path]) for i, path in enumerate(sorted(found))]
 
 
 def documents(args: ReaderArgs) -> Iterator[Document | BadLine]:
@@ -114,38 +97,44 @@ def documents(args: ReaderArgs) -> Iterator[Document | BadLine]:
 def blocks(file: InputFile, args: ReaderArgs) -> Iterator[Block]:
     """Cut one file into blocks of about 1 MiB that end where a document ends.
 
-    A gzipped file that breaks off is an error even with ``on_error=skip``: what follows is unknown.
+    A damaged file is an error even with ``on_error=skip``: what follows the damage is unknown.
+
+    Raises:
+        UserError: the file breaks off, is damaged, lacks the column, or has changed since it was listed.
     """
-    unit = "line" if _is_jsonl(file.path, args) else args.document
-    lines: list[bytes] = []
-    first, size = 1, 0
+    pieces: list[Piece] = []
+    first, size, line = 1, 0, 0
     try:
-        with fsspec.open(file.path, "rb", compression="gzip" if file.path.endswith(".gz") else None) as stream:
-            for line in stream:
-                lines.append(line)
-                size += len(line)
-                ends_document = unit == "line" or (unit == "paragraph" and not line.strip())
-                if size >= BLOCK_BYTES and ends_document:
-                    yield Block(file, first, lines)
-                    first, size, lines = first + len(lines), 0, []
-    except (OSError, EOFError, zlib.error) as error:
+        for piece in _pieces(file.path, args):
+            pieces.append(piece)
+            line = piece[0]
+            size += len(piece[1])
+            if size >= BLOCK_BYTES:
+                yield Block(file, first, pieces)
+                first, size, pieces = first + len(pieces), 0, []
+    except UserError:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:  # Arrow's are ValueErrors
+        check_unchanged(file)
         raise UserError(
-            f"{file.path}: cannot be read after line {first + len(lines) - 1}: {error or type(error).__name__}; "
+            f"{file.path}: cannot be read after line {line}: {' '.join(str(error).split()) or type(error).__name__}; "
             "the file may be damaged or incomplete: get it again"
         ) from None
-    if lines:
-        yield Block(file, first, lines)
+    check_unchanged(file)
+    if pieces:
+        yield Block(file, first, pieces)
 
 
 def parse(block: Block, args: ReaderArgs) -> Parsed:
     """The documents of a block. Empty texts are documents too. Raises UserError on a bad line
     (``on_error=fail``)."""
     parsed = Parsed()
-    is_jsonl = _is_jsonl(block.file.path, args)
-    pieces = _lines(block) if is_jsonl or args.document == "line" else _spans(block, args.document)
-    for line, raw in pieces:
+    is_json = format_of(block.file.path, args) == "jsonl"
+    for row, (line, raw) in enumerate(block.pieces, block.first_row):
         try:
-            text = _json_text(raw, args.text) if is_jsonl else raw.decode("utf-8")
+            if isinstance(raw, str):
+                raise UserError(raw)
+            text = _json_text(raw, args.text) if is_json else raw.decode("utf-8")
         except (ValueError, RecursionError) as error:  # UserError, JSON and UTF-8 errors are ValueErrors
             bad = BadLine(block.file.path, line, _reason(error))
             if args.on_error == "fail":
@@ -155,34 +144,76 @@ def parse(block: Block, args: ReaderArgs) -> Parsed:
                 ) from None
             parsed.bad.append(bad)
             continue
-        parsed.documents.append(Document(text, block.file.index, block.file.path, line))
+        parsed.documents.append(Document(text, block.file.index, block.file.path, line, row))
     return parsed
 
 
-def _is_jsonl(path: str, args: ReaderArgs) -> bool:
-    return args.format == "jsonl" or (args.format == "auto" and path.endswith(JSONL_ENDINGS))
+def format_of(path: str, args: ReaderArgs) -> str:
+    """jsonl | text | parquet | arrow | dataset."""
+    if path.startswith("hf:") and not path.startswith("hf://"):
+        return "dataset"
+    if args.format != "auto":
+        return args.format
+    endings = {JSONL_ENDINGS: "jsonl", (".parquet",): "parquet", (".arrow",): "arrow"}
+    return next((name for ending, name in endings.items() if path.endswith(ending)), "text")
 
 
-def _lines(block: Block) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(block.lines, block.first_line):
-        yield number, line.rstrip(b"\r\n")
-
-
-def _spans(block: Block, document: str) -> Iterator[tuple[int, bytes]]:
-    """Whole file, or paragraphs between blank lines, each with the line it starts at."""
-    if document == "file":
-        yield block.first_line, b"".join(block.lines)
+def _pieces(path: str, args: ReaderArgs) -> Iterator[Piece]:
+    limit = int(args.max_document_mb * 1e6)
+    kind = format_of(path, args)
+    if kind in ("jsonl", "text"):
+        unit = "line" if kind == "jsonl" else args.document
+        with open_text(path) as stream:
+            yield from {"line": _lines, "paragraph": _paragraphs, "file": _whole}[unit](stream, limit)
         return
-    start, span = block.first_line, b""
-    for number, line in enumerate(block.lines, block.first_line):
-        if line.strip():
-            start = start if span else number
-            span += line
-        elif span:
-            yield start, span.rstrip(b"\r\n")
-            span = b""
-    if span:
-        yield start, span.rstrip(b"\r\n")
+    rows = {"parquet": parquet_rows, "arrow": arrow_rows, "dataset": dataset_rows}[kind]
+    for row, raw in rows(path, args.text):
+        yield row, _too_long(limit) if len(raw) > limit else raw
+
+
+def _too_long(limit: int) -> str:
+    return f"longer than max_document_mb={limit / 1e6:g}: raise it if such a text is meant"
+
+
+def _lines(stream: BinaryIO, limit: int) -> Iterator[Piece]:
+    number = 0
+    while line := stream.readline(limit + 2):
+        number += 1
+        if len(line.rstrip(b"\r\n")) <= limit:
+            yield number, line.rstrip(b"\r\n")
+            continue
+        while not line.endswith(b"\n") and (line := stream.readline(limit)):
+            pass
+        yield number, _too_long(limit)
+
+
+def _paragraphs(stream: BinaryIO, limit: int) -> Iterator[Piece]:
+    """Spans between blank lines, each with the line it starts at."""
+    start, lines, size = 0, [], 0
+    number, begins = 0, True  # a line over the limit comes in parts
+    while line := stream.readline(limit + 2):
+        number += begins
+        if line.strip() or not begins:
+            start = start or number
+            size += len(line)
+            if size <= limit + 2:
+                lines.append(line)
+            else:
+                lines.clear()
+        elif start:
+            yield start, b"".join(lines).rstrip(b"\r\n") if lines else _too_long(limit)
+            start, lines, size = 0, [], 0
+        begins = line.endswith(b"\n")
+    if start:
+        yield start, b"".join(lines).rstrip(b"\r\n") if lines else _too_long(limit)
+
+
+def _whole(stream: BinaryIO, limit: int) -> Iterator[Piece]:
+    text = stream.read(limit + 1)
+    if text:
+        while len(text) > limit and stream.read(limit):  # to the end, to find damage there
+            pass
+        yield 1, text if len(text) <= limit else _too_long(limit)
 
 
 def _json_text(raw: bytes, column: str) -> str:

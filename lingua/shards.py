@@ -14,13 +14,13 @@ import numpy as np
 from lingua.manifest import DOCS_DTYPE, Shard
 
 MAX_WRITE_DOCUMENTS = 50_000  # gathered in memory at a time
-# key, file and line give a document's place in the order; start and tokens (counts of tokens) its span in the
+# key, file and row give a document's place in the order; start and tokens (counts of tokens) its span in the
 # token array beside the records; bytes the size of its text.
 RECORD = np.dtype(
     [
         ("key", "<u8"),
         ("file", "<u4"),
-        ("line", "<u8"),
+        ("row", "<u8"),
         ("start", "<u8"),
         ("tokens", "<u8"),
         ("bytes", "<u8"),

@@ -1,9 +1,9 @@
 """Raw text to globally shuffled token shards, in bounded memory.
 
-Every document has a key, a hash of (seed, file, line). The shards hold the documents in the order of their
-keys, so the result depends on nothing else: not on workers, memory or batches. Two passes get there. The
-first tokenizes (in worker processes) and appends each document to one of several bucket files, each for a
-range of keys. The second sorts one bucket at a time in memory and writes the shards.
+Every document has a key, a hash of (seed, file number, number in that file). The shards hold the documents in
+the order of their keys, so the result depends on nothing else: not on workers, memory or batches. Two passes
+get there. The first tokenizes (in worker processes) and appends each document to one of several bucket files,
+each for a range of keys. The second sorts one bucket at a time in memory and writes the shards.
 
 All work happens in ``OUT/SOURCE.partial``, which becomes ``OUT/SOURCE`` at the very end.
 """
@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 
 from lingua.errors import UserError
+from lingua.files import InputFile, list_files
 from lingua.hashing import counter_hash, text_hash
 from lingua.manifest import FORMAT_VERSION, NAME, Manifest, load_manifest, token_dtype
 from lingua.progress import Progress
-from lingua.readers import BadLine, Block, InputFile, ReaderArgs, blocks, list_files, parse
+from lingua.readers import BadLine, Block, ReaderArgs, blocks, parse
 from lingua.shards import RECORD, Buckets, ShardWriter, bucket_path
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 
@@ -94,7 +95,7 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
         "settings": {
             "valid_fraction": float(args.valid_fraction),  # 0 and 0.0 are written alike
             "shard_tokens": args.shard_tokens,
-            "reader": {key: value for key, value in asdict(reader).items() if key != "path"},
+            "reader": _reader_settings(reader),
         },
         "inputs": [{"path": file.path, "bytes": file.size} for file in files],
     }
@@ -121,7 +122,10 @@ def _finished(final: Path, common: dict[str, Any], args: ShuffleArgs) -> dict[st
         raise UserError(f"{final}: exists, but was not written by this command; choose another out or name")
     found = {key: getattr(manifests["train"], key) for key in common}
     # the same files may lie elsewhere now
-    difference = _difference(*({**values, "inputs": _sizes(values["inputs"])} for values in (found, common)))
+    sides = [{**values, "inputs": _sizes(values["inputs"])} for values in (found, common)]
+    # settings that did not exist when the folder was written had the value that is now their default
+    sides[0]["settings"] = _with_defaults(sides[0]["settings"])
+    difference = _difference(*sides)
     if difference:
         raise UserError(
             f"{final}: already prepared otherwise: {difference}; choose another out, or delete the folder to "
@@ -129,6 +133,14 @@ def _finished(final: Path, common: dict[str, Any], args: ShuffleArgs) -> dict[st
         )
     print(f"{final}: already prepared, nothing to do", flush=True)
     return manifests
+
+
+def _with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    return {**settings, "reader": _reader_settings(ReaderArgs()) | settings.get("reader", {})}
+
+
+def _reader_settings(reader: ReaderArgs) -> dict[str, Any]:
+    return {key: value for key, value in asdict(reader).items() if key != "path"}
 
 
 def _sizes(inputs: list[dict[str, Any]]) -> dict[str, int]:
@@ -163,7 +175,8 @@ def _fill_buckets(
 ) -> LeftOut:
     left_out = LeftOut()
     work = (block for file in files for block in blocks(file, reader))
-    known = not any(file.path.endswith(".gz") for file in files)  # progress counts decompressed bytes
+    # progress counts decompressed bytes
+    known = not any(file.path.endswith((".gz", ".zst", ".parquet")) or not file.size for file in files)
     total = sum(file.size for file in files) if known else None
     with (
         Buckets(folder, bucket_count(files, tokenizer.vocab_size, args.memory_gb)) as buckets,
@@ -181,9 +194,9 @@ def _fill_buckets(
 def bucket_count(files: list[InputFile], vocab_size: int, memory_gb: float) -> int:
     """Enough buckets that one, its records and its sorted copy fit in ``memory_gb``.
 
-    Reckons with one token a byte of text, more than any real text has, and five bytes of text a gzipped byte.
+    Reckons with one token a byte of text, more than any real text has, and five bytes of text a compressed byte.
     """
-    text_bytes = sum(file.size * (5 if file.path.endswith(".gz") else 1) for file in files)
+    text_bytes = sum(file.size * (5 if file.path.endswith((".gz", ".zst", ".parquet")) else 1) for file in files)
     needed = text_bytes * np.dtype(token_dtype(vocab_size)).itemsize * 2 / (memory_gb * 1e9)
     return min(max(math.ceil(needed), 1), MAX_BUCKETS)
 
@@ -248,21 +261,21 @@ def tokenize(block: Block, reader: ReaderArgs, seed: int, valid_fraction: float,
     parts = [part for ids in encoded for part in (bos, ids.astype(dtype), eos)]
     records = np.zeros(len(documents), RECORD)
     records["file"] = block.file.index
-    records["line"] = [document.line for document in documents]
+    records["row"] = [document.row for document in documents]
     records["tokens"] = [len(ids) + 2 for ids in encoded]
     records["start"] = np.cumsum(records["tokens"]) - records["tokens"]
     records["bytes"] = [len(document.text.encode("utf-8", "surrogatepass")) for document in documents]
     # identical documents fall on the same side, whatever the seed
     limit = int(valid_fraction * 2**64)
     records["valid"] = [text_hash(document.text) % 2**64 < limit for document in documents]
-    keys = counter_hash(seed, block.file.index, records["line"].astype(np.int64))
+    keys = counter_hash(seed, block.file.index, records["row"].astype(np.int64))
     records["key"] = keys.view(np.uint64)
     return Tokenized(
         tokens=np.concatenate(parts) if parts else np.empty(0, dtype),
         records=records,
         bad=parsed.bad,
         empty=len(parsed.documents) - len(documents),
-        raw_bytes=sum(map(len, block.lines)),
+        raw_bytes=sum(len(raw) for _, raw in block.pieces),
     )
 
 
@@ -278,7 +291,7 @@ def _write_shards(partial: Path, common: dict[str, Any], left_out: LeftOut, args
         token_file, record_file = bucket_path(folder, index, "tokens"), bucket_path(folder, index, "records")
         records = np.fromfile(record_file, RECORD)
         if len(records):
-            records = records[np.lexsort((records["line"], records["file"], records["key"]))]
+            records = records[np.lexsort((records["row"], records["file"], records["key"]))]
             tokens = np.memmap(token_file, common["dtype"], "r")
             for split, is_valid in splits.items():
                 writers[split].write(tokens, records[records["valid"] == is_valid])

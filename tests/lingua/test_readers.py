@@ -24,7 +24,7 @@ def test_jsonl_plain_and_gzipped(tmp_path):
     expected = [(row, i) for i, row in enumerate(rows, 1)]
     plain = read(tmp_path / "a.jsonl")
     assert [(d.text, d.line) for d in plain] == expected
-    assert plain[0] == Document("one", 0, str(tmp_path / "a.jsonl"), 1)
+    assert plain[0] == Document("one", 0, str(tmp_path / "a.jsonl"), 1, 1)
     assert [(d.text, d.line) for d in read(tmp_path / "b.jsonl.gz", text="body")] == expected
     (tmp_path / "c.dat").write_bytes(jsonl(rows).removesuffix(b"\n").replace(b"\n", b"\r\n"))
     assert [(d.text, d.line) for d in read(tmp_path / "c.dat", format="jsonl")] == expected
@@ -147,5 +147,5 @@ def test_bad_settings():
         ReaderArgs(path="x", on_error="ignore")
     with pytest.raises(UserError, match="document=page: expected one of file, paragraph, line"):
         ReaderArgs(path="x", document="page")
-    with pytest.raises(UserError, match="format=csv: expected one of auto, jsonl, text"):
+    with pytest.raises(UserError, match="format=csv: expected one of auto, jsonl, text, parquet, arrow"):
         ReaderArgs(path="x", format="csv")
