@@ -52,6 +52,7 @@ class DataArgs:
     sources: dict[str, float] = field(default_factory=dict)  # weight of each source; none: all, by size
     seq_len: int = 512  # tokens in a row
     tokenizer: TokenizerArgs = field(default_factory=TokenizerArgs)
+    isolate_documents: bool = False  # tokens attend only within their document; a row may hold several
     phases: list[PhaseArgs] = field(default_factory=list)  # later phases, in order; the fields above are the first
     validation: dict[str, str] = field(default_factory=dict)  # name: folder of a prepared split
     prefetch: int = 2  # steps read ahead by a background thread

@@ -118,6 +118,16 @@ def mask_tokens(
     return tokens_BS.scatter(1, hidden_BM, torch.where(is_special, original_BM, shown_BM))
 
 
+def documents(tokens_BS: Tensor, start_id: int) -> Tensor:
+    """Number of the document that each token of a row belongs to, int64 [B, S]; ``start_id`` opens one."""
+    return (tokens_BS == start_id).cumsum(dim=1)
+
+
+def same_document(queries_BS: Tensor, keys_BT: Tensor) -> Tensor:
+    """Attention mask [B, 1, S, T] that keeps queries to keys of their own document."""
+    return (queries_BS[:, :, None] == keys_BT[:, None, :])[:, None]
+
+
 def target_weights(targets: Tensor, special_ids: tuple[int, ...], weight_B: Tensor | None = None) -> Tensor:
     """1.0 where a token counts as a prediction target, else 0.0 (special tokens, padding rows).
 

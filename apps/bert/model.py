@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lingua.flops import block_flops, matrix_parameters
 from lingua.loss import LossSum, cross_entropy
-from lingua.masking import View, target_weights
+from lingua.masking import View, documents, same_document, target_weights
 from lingua.transformer import Encoder, TransformerArgs, init_weights
 
 
@@ -24,11 +24,14 @@ class Bert(nn.Module):
         args: shape, with ``vocab_size`` set.
         special_ids: token ids that are never prediction targets.
         seed: of the initial weights.
+        document_start: token id that opens a document, to keep attention within documents; None: whole rows.
     """
 
-    def __init__(self, args: BertArgs, special_ids: tuple[int, ...] = (), seed: int = 0) -> None:
+    def __init__(
+        self, args: BertArgs, special_ids: tuple[int, ...] = (), seed: int = 0, document_start: int | None = None
+    ) -> None:
         super().__init__()
-        self.args, self.special_ids = args, special_ids
+        self.args, self.special_ids, self.document_start = args, special_ids, document_start
         self.encoder = Encoder(args)
         if not self.encoder.embedding.weight.is_meta:
             init_weights(self, args.init_std, seed)
@@ -42,7 +45,11 @@ class Bert(nn.Module):
             view: ``hidden_BS`` are the masked positions.
             weight_B: 0.0 for rows that only pad the batch.
         """
-        x_BSD = self.encoder(inputs_BS)
+        mask = None
+        if self.document_start is not None:
+            documents_BS = documents(tokens_BS, self.document_start)
+            mask = same_document(documents_BS, documents_BS)
+        x_BSD = self.encoder(inputs_BS, mask=mask)
         x_BMD = x_BSD.gather(1, view.hidden_BS[..., None].expand(-1, -1, x_BSD.shape[-1]))
         targets_BM = tokens_BS.gather(1, view.hidden_BS)
         weights_BM = target_weights(targets_BM, self.special_ids, weight_B)

@@ -44,7 +44,8 @@ def train(args: BertTrainArgs) -> None:
     with Run(args, views=1) as run:
         special_ids = () if masking.predict_special else run.tokenizer.special_ids
         mask_id = run.tokenizer.mask_id
-        model = Bert(args.model, special_ids, args.seed)
+        document_start = run.tokenizer.bos_id if args.data.isolate_documents else None
+        model = Bert(args.model, special_ids, args.seed, document_start)
         steps = run.total_steps(model.flops_per_token)
         parallelize(model, run.device, run.dtype, args.compile)
         optimizer = Optimizer(model, args.optim, steps)

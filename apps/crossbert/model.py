@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lingua.flops import block_flops, matrix_parameters
 from lingua.loss import LossSum, cross_entropy
-from lingua.masking import View, target_weights
+from lingua.masking import View, documents, same_document, target_weights
 from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs, init_weights
 
 
@@ -26,11 +26,14 @@ class CrossBert(nn.Module):
         args: shape, with ``vocab_size`` set.
         special_ids: token ids that are never prediction targets.
         seed: of the initial weights; the encoder starts as BERT's does.
+        document_start: token id that opens a document, to keep attention within documents; None: whole rows.
     """
 
-    def __init__(self, args: CrossBertArgs, special_ids: tuple[int, ...] = (), seed: int = 0) -> None:
+    def __init__(
+        self, args: CrossBertArgs, special_ids: tuple[int, ...] = (), seed: int = 0, document_start: int | None = None
+    ) -> None:
         super().__init__()
-        self.args, self.special_ids = args, special_ids
+        self.args, self.special_ids, self.document_start = args, special_ids, document_start
         self.encoder = Encoder(args)
         self.predictor = Predictor(args.predictor, args)
         if not self.encoder.embedding.weight.is_meta:
@@ -47,8 +50,14 @@ class CrossBert(nn.Module):
         n_views = len(view.visible_BT) // len(tokens_BS)
         tokens_BS = tokens_BS.repeat(n_views, 1)
         weight_B = None if weight_B is None else weight_B.repeat(n_views)
-        visible_BTD = self.encoder(tokens_BS.gather(1, view.visible_BT), view.visible_BT)
-        x_BMD = self.predictor(visible_BTD, view.visible_BT, view.hidden_BS)
+        encoder_mask = predictor_mask = None
+        if self.document_start is not None:
+            documents_BS = documents(tokens_BS, self.document_start)
+            visible_documents_BT = documents_BS.gather(1, view.visible_BT)
+            encoder_mask = same_document(visible_documents_BT, visible_documents_BT)
+            predictor_mask = same_document(documents_BS.gather(1, view.hidden_BS), visible_documents_BT)
+        visible_BTD = self.encoder(tokens_BS.gather(1, view.visible_BT), view.visible_BT, encoder_mask)
+        x_BMD = self.predictor(visible_BTD, view.visible_BT, view.hidden_BS, predictor_mask)
         targets_BM = tokens_BS.gather(1, view.hidden_BS)
         weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
         return cross_entropy(

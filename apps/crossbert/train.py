@@ -43,7 +43,8 @@ def train(args: CrossBertTrainArgs) -> None:
     make_views = complementary_views if masking.complementary else lambda *a: [split_positions(*a)]
     with Run(args, views=2 if masking.complementary else 1) as run:
         special_ids = () if masking.predict_special else run.tokenizer.special_ids
-        model = CrossBert(args.model, special_ids, args.seed)
+        document_start = run.tokenizer.bos_id if args.data.isolate_documents else None
+        model = CrossBert(args.model, special_ids, args.seed, document_start)
         steps = run.total_steps(
             lambda seq_len: model.flops_per_token(seq_len, masking.hidden_ratio, masking.complementary)
         )

@@ -10,6 +10,7 @@ import torch
 
 from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert, CrossBertArgs
+from lingua.loss import LossSum
 from lingua.masking import View, complementary_views, mask_tokens, split_positions
 from lingua.transformer import PredictorArgs
 
@@ -116,6 +117,42 @@ def test_rows_do_not_see_each_other() -> None:
     again = model.encoder(tokens[order].repeat(2, 1).gather(1, permuted.visible_BT), permuted.visible_BT)
     torch.testing.assert_close(states.unflatten(0, (2, 3))[:, order].flatten(0, 1), again, rtol=0, atol=1e-6)
     torch.testing.assert_close(model(tokens, view).loss, model(tokens[order], permuted).loss)
+
+
+@pytest.mark.parametrize("kind", ["bert", "crossbert"])
+def test_isolated_documents_are_as_rows_of_their_own(kind: str) -> None:
+    """A row of three documents, one of which a view may hide as a whole, gives the sum of their losses."""
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 50, "init_std": 0.2}
+    lengths = [5, 2, 5]
+    tokens = torch.randint(5, 50, (1, 12), generator=torch.Generator().manual_seed(0))
+    starts = [sum(lengths[:i]) for i in range(3)]
+    tokens[0, starts] = 0
+    view = View(torch.tensor([[0, 2, 3, 8, 9, 11]]), torch.tensor([[1, 4, 5, 6, 7, 10]]))  # document 2 is hidden
+    if kind == "bert":
+        model = Bert(BertArgs(**shape), SPECIAL, 1, document_start=0).double()
+        call = lambda t, v: model(mask_tokens(t, v.hidden_BS, 4, SPECIAL), t, v)  # noqa: E731
+    else:
+        model = CrossBert(CrossBertArgs(**shape, predictor=PredictorArgs(n_layers=2)), SPECIAL, 1, 0).double()
+        call = model
+    whole, alone = call(tokens, view), []
+    for start, length in zip(starts, lengths, strict=True):
+        visible, hidden = (
+            part[(part >= start) & (part < start + length)][None] - start for part in (view.visible_BT, view.hidden_BS)
+        )
+        if visible.numel() or kind == "bert":
+            alone.append(call(tokens[:, start : start + length], View(visible, hidden)))
+        else:  # nothing to look at: attention brings nothing, the rest of the predictor remains
+            x = model.predictor.mask_vector.expand(1, length, -1)
+            for layer in model.predictor.layers:
+                x = x + layer.ffn(layer.ffn_norm(x))
+            logits = model.predictor.norm(x)[0] @ model.encoder.embedding.weight.T
+            targets = tokens[0, start : start + length]
+            losses = -logits.log_softmax(-1).gather(1, targets[:, None])[targets != 0]
+            alone.append(LossSum(losses.sum(), torch.tensor(float(len(losses)))))
+    torch.testing.assert_close(whole.loss, sum(part.loss for part in alone), rtol=1e-5, atol=0)  # angles are float32
+    assert whole.targets == sum(part.targets for part in alone)
+    model.document_start = None
+    assert abs(call(tokens, view).loss.item() / whole.loss.item() - 1) > 1e-3  # without isolation it is another loss
 
 
 def slow_complementary_loss(model: CrossBert, tokens: torch.Tensor, views: list[View]) -> torch.Tensor:

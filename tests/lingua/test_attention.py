@@ -32,3 +32,14 @@ def test_every_path_equals_plain_loops_in_float64(dtype: torch.dtype, tolerance:
     out = attention(q, k, v, mask)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_a_query_that_may_look_nowhere_gets_zeros_and_finite_gradients() -> None:
+    q, k, v = (torch.randn(1, 2, 2, 4, requires_grad=True) for _ in range(3))
+    mask = torch.tensor([[True, False], [False, False]])[None, None]
+    out = attention(q, k, v, mask)
+    assert (out[:, 1] == 0).all()
+    torch.testing.assert_close(out[:, 0], v[:, 0])
+    out.sum().backward()
+    assert (q.grad[:, 1] == 0).all()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
