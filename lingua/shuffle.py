@@ -86,6 +86,9 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
     """
     files = list_files(reader.path)
     tokenizer = build_tokenizer(args.tokenizer)
+    if tokenizer.appended:
+        first = tokenizer.vocab_size - len(tokenizer.appended)
+        print(f"{name}: the vocabulary lacks {' '.join(tokenizer.appended)}: appended, ids from {first}", flush=True)
     common = {
         "version": FORMAT_VERSION,
         "source": name,

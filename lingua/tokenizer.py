@@ -1,8 +1,9 @@
 """Text to token ids and back.
 
-Two kinds: ``roberta`` (byte-level BPE with RoBERTa's ids, complete in this package) and ``sentencepiece``
-(a ``.model`` file; ``python -m lingua.tokenizer train`` makes one from a corpus). Special tokens exist only as
-ids: a text that contains ``<mask>`` or ``</s>`` is encoded as the characters it is.
+Two kinds live here: ``roberta`` (byte-level BPE with RoBERTa's ids, complete in this package) and
+``sentencepiece`` (a ``.model`` file; ``python -m lingua.tokenizer train`` makes one from a corpus); those from
+elsewhere are in :mod:`lingua.vocabularies`. Special tokens exist only as ids: a text that contains ``<mask>`` or
+``</s>`` is encoded as the characters it is.
 """
 
 from __future__ import annotations
@@ -26,26 +27,55 @@ from lingua.errors import UserError
 from lingua.hashing import counter_hash
 from lingua.readers import ReaderArgs, documents
 
-KINDS = ("roberta", "sentencepiece")
+KINDS = ("roberta", "sentencepiece", "tiktoken", "hf", "bytes")
+WITH_PATH = ("sentencepiece", "tiktoken", "hf")
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 
 
 @dataclass
 class TokenizerArgs:
-    name: str = "roberta"  # roberta | sentencepiece
-    path: str | None = None  # the .model file, for sentencepiece
+    name: str = "roberta"  # roberta | sentencepiece | tiktoken | hf | bytes
+    # sentencepiece: a .model file; tiktoken: its file; hf: a tokenizer.json, a folder with one, or an id on the hub
+    path: str | None = None
+    pattern: str | None = None  # tiktoken: how text is cut: cl100k (none: this one) | gpt2 | a regular expression
 
     def __post_init__(self) -> None:
         if self.name not in KINDS:
             raise UserError(f"tokenizer.name={self.name}: expected one of {', '.join(KINDS)}")
-        if (self.path is None) == (self.name == "sentencepiece"):
-            need = "needs path=FILE.model" if self.path is None else f"takes no path, found path={self.path}"
+        if (self.path is None) == (self.name in WITH_PATH):
+            need = "needs path=FILE" if self.path is None else f"takes no path, found path={self.path}"
             raise UserError(f"tokenizer.name={self.name} {need}")
+        if self.pattern is not None and self.name != "tiktoken":
+            raise UserError(f"tokenizer.name={self.name} takes no pattern, found pattern={self.pattern}")
 
 
 def build_tokenizer(args: TokenizerArgs) -> Tokenizer:
-    """The tokenizer that ``args`` names. Raises UserError if its file is missing or unusable."""
-    return RobertaTokenizer() if args.name == "roberta" else SentencePieceTokenizer(args.path or "")
+    """The tokenizer that ``args`` names, its special tokens checked. Raises UserError if its file is missing or
+    unusable."""
+    if args.name == "roberta":
+        return RobertaTokenizer()
+    if args.name == "sentencepiece":
+        return SentencePieceTokenizer(args.path or "")
+    from lingua.vocabularies import BytesTokenizer, HFTokenizer, TiktokenTokenizer
+
+    if args.name == "bytes":
+        return BytesTokenizer()
+    path = args.path or ""
+    tokenizer = TiktokenTokenizer(path, args.pattern) if args.name == "tiktoken" else HFTokenizer(path)
+    check_specials(tokenizer, f"tokenizer.path={args.path}")
+    return tokenizer
+
+
+def check_specials(tokenizer: Tokenizer, where: str) -> None:
+    """Raise UserError unless the mask has an id of its own and no text becomes a special token."""
+    others = {tokenizer.bos_id, tokenizer.pad_id, tokenizer.eos_id, tokenizer.unk_id}
+    if tokenizer.mask_id in others:
+        raise UserError(f"{where}: <mask> shares id {tokenizer.mask_id} with another special token")
+    special = [i for i in tokenizer.special_ids if i != tokenizer.unk_id]
+    names = [tokenizer.decode([i]) for i in special]
+    for name, ids in zip(names, tokenizer.encode_batch(names), strict=True):
+        if set(ids.tolist()) & set(special):
+            raise UserError(f"{where}: the text {name!r} is encoded as a special token, so a corpus could hold masks")
 
 
 class Tokenizer:
@@ -56,6 +86,7 @@ class Tokenizer:
         bos_id, pad_id, eos_id, unk_id, mask_id: ids of ``<s> <pad> </s> <unk> <mask>``.
         special_ids: every id that no text produces, ascending (``<unk>`` is among them even for vocabularies
             that use it for unknown characters).
+        appended: names of those of the five that the vocabulary did not have.
     """
 
     kind: str
@@ -66,6 +97,7 @@ class Tokenizer:
     unk_id: int
     mask_id: int
     special_ids: tuple[int, ...]
+    appended: tuple[str, ...] = ()
     _sha256: str  # over the vocabulary
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -120,7 +152,7 @@ class RobertaTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         # encode_to_numpy spares the Python list of every id, which pays for the renumbering.
-        return [self._id_of_rank[self._bpe.encode_to_numpy(_valid(text))] for text in texts]
+        return [self._id_of_rank[self._bpe.encode_to_numpy(valid_text(text))] for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         parts = [
@@ -171,7 +203,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._special = frozenset(self.special_ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._processor.encode([_valid(text) for text in texts], num_threads=1)
+        encoded = self._processor.encode([valid_text(text) for text in texts], num_threads=1)
         return [np.array(ids, dtype=np.int32) for ids in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -186,7 +218,7 @@ class SentencePieceTokenizer(Tokenizer):
         return "".join([*parts, self._processor.decode(run)])
 
 
-def _valid(text: str) -> str:
+def valid_text(text: str) -> str:
     """``text`` with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
     try:
         text.encode()
@@ -276,7 +308,7 @@ def _sample(args: TrainArgs) -> list[str]:
 
 def _sentences(text: str) -> Iterator[str]:
     """Pieces of ``text`` that end at a sentence or line end, no longer than SentencePiece reads whole."""
-    for sentence in re.split(r"(?<=[.!?])\s+|\s*\n\s*", _valid(text)):
+    for sentence in re.split(r"(?<=[.!?])\s+|\s*\n\s*", valid_text(text)):
         # a character has at most 4 bytes
         for start in range(0, len(sentence), MAX_SENTENCE_BYTES // 4):
             piece = sentence[start : start + MAX_SENTENCE_BYTES // 4].replace("\0", " ").strip()
