@@ -24,7 +24,12 @@ import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from lingua.errors import UserError
 from lingua.transformer import Encoder, TransformerArgs
@@ -143,16 +148,26 @@ def find_damage(folder: Path, checksums: bool = False) -> str | None:
     return None
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore model and optimizer in place and return the saved ``state``.
+def read_state(folder: Path) -> dict[str, Any]:
+    """The ``state`` that was saved with a checkpoint."""
+    return json.loads((folder / "state.json").read_text())
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Restore model and optimizer in place and return the saved ``state``; without optimizer, the model alone.
 
     Raises:
         UserError: the checkpoint holds other tensors or shapes than the model, or is damaged.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    _load_tensors(folder, {"model": model_state, "optimizer": optimizer_state})
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return json.loads((folder / "state.json").read_text())
+    if optimizer is None:
+        model_state = get_model_state_dict(model)
+        _load_tensors(folder, {"model": model_state})
+        set_model_state_dict(model, model_state)
+    else:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        _load_tensors(folder, {"model": model_state, "optimizer": optimizer_state})
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return read_state(folder)
 
 
 def _load_tensors(folder: Path, wanted: dict[str, Any]) -> None:

@@ -100,12 +100,21 @@ class _Phase:
     mix: Mix
 
 
+@dataclass
+class Position:
+    """How far a run is in its data: the next global row, and the tokens of each source that are used up."""
+
+    row: int = 0
+    used: dict[str, int] = field(default_factory=dict)
+
+
 class TokenStream:
     """The mix of all sources, phase after phase, as rows and as this rank's share of each optimizer step.
 
     Args:
         rows_per_step, micro_rows: of the first phase; phases of longer rows have fewer, of the same tokens.
         views: how many views of each row are trained on; ``data.phases`` begin at view tokens.
+        start: where another run ended, to go on from there.
     """
 
     def __init__(
@@ -118,7 +127,9 @@ class TokenStream:
         rank: int = 0,
         world_size: int = 1,
         views: int = 1,
+        start: Position | None = None,
     ) -> None:
+        self._start = start or Position()
         self.args, self._tokenizer, self._seed = args, tokenizer, seed
         self.rank, self.world_size = rank, world_size
         self.step_tokens, self._micro_tokens = rows_per_step * args.seq_len, micro_rows * args.seq_len
@@ -161,7 +172,7 @@ class TokenStream:
         most = -(-rows_per_step // self.world_size)
         micro_rows = min(max(1, self._micro_tokens // seq_len), most)
         last = self.phases[-1] if self.phases else None
-        first_row = last.first_row + (first_step - last.first_step) * last.rows_per_step if last else 0
+        first_row = last.first_row + (first_step - last.first_step) * last.rows_per_step if last else self._start.row
         self.phases.append(_Phase(first_step, first_row, seq_len, rows_per_step, micro_rows, mix))
 
     def phase(self, step: int) -> _Phase:
@@ -186,10 +197,16 @@ class TokenStream:
 
     def used(self, step: int) -> dict[str, int]:
         """Tokens of each source that are used up after ``step`` steps, over all phases so far."""
-        used: dict[str, int] = {}
+        used = dict(self._start.used)
         for phase, steps in self.phase_steps(step):
-            used |= phase.mix.used(steps * phase.rows_per_step) if steps or not used else {}
+            if steps or phase.first_step == 1:
+                used |= phase.mix.used(steps * phase.rows_per_step)
         return used
+
+    def position(self, step: int) -> Position:
+        """Where the run is after ``step`` steps."""
+        rows = sum(steps * phase.rows_per_step for phase, steps in self.phase_steps(step))
+        return Position(self._start.row + rows, self.used(step))
 
     def progress(self, step: int) -> dict[str, float]:
         """``epoch/SOURCE`` and ``documents/SOURCE`` after ``step`` steps."""
@@ -197,6 +214,7 @@ class TokenStream:
         return {
             f"{key}/{name}": value
             for name, used in self.used(step).items()
+            if name in sources
             for key, value in sources[name].progress(used).items()
         }
 

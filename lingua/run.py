@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lingua import checkpoint
 from lingua.args import to_dict, to_yaml
 from lingua.checkpoint import CheckpointArgs
-from lingua.data import DataArgs, Rows, TokenStream
+from lingua.data import DataArgs, Position, Rows, TokenStream
 from lingua.distributed import pick_device, pick_dtype, precision
 from lingua.errors import UserError
 from lingua.loss import LossSum
@@ -59,6 +59,19 @@ class ResumeArgs:
 
 
 @dataclass
+class InitArgs:
+    """Where a new run starts from, if not from scratch. A run that has a checkpoint of its own ignores it."""
+
+    path: str | None = None  # run folder (its newest checkpoint) or checkpoint folder of the same model shape
+    optimizer: bool = False  # also take its optimizer state, as for the decay branch of a wsd run
+    position: bool = False  # also go on where it was in each source of the data; else from the beginning
+
+    def __post_init__(self) -> None:
+        if self.path is None and (self.optimizer or self.position):
+            raise UserError("init.optimizer and init.position need init.path")
+
+
+@dataclass
 class RunArgs:
     """What every app's training config has."""
 
@@ -75,6 +88,7 @@ class RunArgs:
     data: DataArgs = field(default_factory=DataArgs)
     optim: OptimArgs = field(default_factory=OptimArgs)
     checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
+    init: InitArgs = field(default_factory=InitArgs)
     validation: ValidationArgs = field(default_factory=ValidationArgs)
     logging: LoggingArgs = field(default_factory=LoggingArgs)
     resume: ResumeArgs = field(default_factory=ResumeArgs)
@@ -117,7 +131,13 @@ class Run:
         self.dtype = pick_dtype(args.dtype, self.device)
         self.tokenizer = build_tokenizer(args.data.tokenizer)
         self.stream = TokenStream(
-            args.data, self.tokenizer, args.seed, args.batch_tokens // row_tokens, args.micro_rows, views=views
+            args.data,
+            self.tokenizer,
+            args.seed,
+            args.batch_tokens // row_tokens,
+            args.micro_rows,
+            views=views,
+            start=self._stream_start(),
         )
         self.validation_sets = {
             name: TokenSource(folder, args.data.seq_len, 0, self.tokenizer)
@@ -129,6 +149,23 @@ class Run:
         args.model.vocab_size = vocab_size
         self._stop: signal.Signals | None = None
         self._away = 0.0  # seconds of this interval spent in validation and checkpoints
+
+    def _stream_start(self) -> Position | None:
+        """Where in the data the run began: at another run's end, if it was told to."""
+        own = checkpoint.complete_checkpoints(self.folder)
+        if own:
+            return Position(**checkpoint.read_state(own[-1])["stream_start"])
+        if self.args.init.path is None:
+            return None
+        self._init_folder = checkpoint.resolve(self.args.init.path)
+        state = checkpoint.read_state(self._init_folder)
+        if state["tokenizer"] != self.tokenizer.identity():
+            raise UserError(
+                f"init.path={self.args.init.path} was trained with another tokenizer "
+                f"({state['tokenizer']['kind']}, {state['tokenizer']['vocab_size']} entries, sha256 "
+                f"{state['tokenizer']['sha256'][:8]}...) than data.tokenizer names"
+            )
+        return Position(**state["stream_end"]) if self.args.init.position else None
 
     def __enter__(self) -> Run:
         try:
@@ -229,6 +266,10 @@ class Run:
     def _restore(self) -> int:
         found = checkpoint.complete_checkpoints(self.folder)
         if not found:
+            if self.args.init.path is not None:
+                optimizer = self.optimizer.adamw if self.args.init.optimizer else None
+                checkpoint.load(self._init_folder, self.model, optimizer)
+                log.info("starting from the weights of %s", self._init_folder)
             return 0
         state = checkpoint.load(found[-1], self.model, self.optimizer.adamw)
         for name, counter in self.optimizer.counters().items():
@@ -287,7 +328,13 @@ class Run:
         if step % self.args.checkpoint.dump.every and step != self.optimizer.steps and self._stop is None:
             return
         with self._elsewhere():
-            state = {"step": step, "optimizer": {k: int(v) for k, v in self.optimizer.counters().items()}}
+            state = {
+                "step": step,
+                "optimizer": {k: int(v) for k, v in self.optimizer.counters().items()},
+                "stream_start": asdict(self.stream.position(0)),
+                "stream_end": asdict(self.stream.position(step)),
+                "tokenizer": self.tokenizer.identity(),
+            }
             folder = self.folder / "checkpoints" / f"{step:010d}"
             checkpoint.save(folder, self.model, self.optimizer.adamw, state, to_yaml(self.args))
             checkpoint.remove_old(self.folder, self.args.checkpoint.dump.keep)

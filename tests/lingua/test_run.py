@@ -281,6 +281,44 @@ def test_a_run_in_phases_resumes_and_counts_as_one(corpus: Path, tmp_path: Path,
     assert records(tmp_path / "flops") == whole
 
 
+def test_a_new_run_starts_from_the_weights_of_another(finished: dict[str, Path], corpus: Path, tmp_path: Path) -> None:
+    settings = {"init__path": finished["bert"], "steps": 3, "validation__every": 100, "optim__warmup": 0}
+    run_app("bert", tiny_words("bert", corpus, tmp_path / "weights", **settings))
+    first, before = records(tmp_path / "weights")[0], records(finished["bert"])
+    assert first["epoch/made_up"] == before[0]["epoch/made_up"]  # the data from its beginning
+    assert first["loss"] < before[0]["loss"] - 1
+    with pytest.raises(UserError, match=r"embedding\.weight has shape"):
+        run_app("bert", tiny_words("bert", corpus, tmp_path / "shape", model__dim=64, **settings))
+    with pytest.raises(UserError, match=r"has no model\.predictor"):
+        run_app("crossbert", tiny_words("crossbert", corpus, tmp_path / "app", **settings))
+    with pytest.raises(UserError, match=r"init\.optimizer and init\.position need init\.path"):
+        run_app("bert", tiny_words("bert", corpus, tmp_path / "none", init__optimizer="true"))
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_a_decay_branch_goes_on_as_the_run_itself_would(corpus: Path, tmp_path: Path, app: str) -> None:
+    """At a constant rate, branching off with optimizer and position is the same as not branching off."""
+    same = {"optim__scheduler": "constant", "optim__warmup": 0, "checkpoint__dump__every": 4, "validation__every": 100}
+    run_app(app, tiny_words(app, corpus, tmp_path / "trunk", steps=8, **same))
+    branch = {"init__path": tmp_path / "trunk/checkpoints/0000000004", "init__optimizer": "true"}
+    branch |= {"init__position": "true", **same, "checkpoint__dump__every": 2}
+    words = tiny_words(app, corpus, tmp_path / "branch", steps=4, **branch)
+    run_app(app, words)
+
+    def figures(run: Path) -> list[tuple]:
+        return [(r["loss"], r["grad_norm"], r["epoch/made_up"]) for r in records(run) if "loss" in r]
+
+    expected = figures(tmp_path / "trunk")[4:]
+    assert figures(tmp_path / "branch") == expected
+    shutil.rmtree(tmp_path / "trunk")  # a branch with a checkpoint of its own no longer needs it
+    shutil.rmtree(tmp_path / "branch/checkpoints/0000000004")
+    run_app(app, words)
+    assert figures(tmp_path / "branch") == expected
+    shutil.rmtree(tmp_path / "branch")
+    with pytest.raises(UserError, match=r"trunk/checkpoints/0000000004: no such run or checkpoint folder"):
+        run_app(app, words)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("app", APPS)
 def test_compiled_blocks_give_the_same_losses(
