@@ -234,7 +234,7 @@ def load_encoder(
     if random_init:
         # Weights are seeded by their names, which start so inside the trained model.
         whole = nn.ModuleDict({"encoder": encoder})
-        init_weights(whole, encoder.args.init_std, config["seed"])
+        init_weights(whole, encoder.args, config["seed"])
     tokenizer = build_tokenizer(TokenizerArgs(**config["data"]["tokenizer"]))
     if tokenizer.vocab_size > encoder.args.vocab_size:
         raise UserError(

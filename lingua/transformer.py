@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lingua.attention import attention
 from lingua.errors import UserError
+from lingua.hashing import counter_hash, text_hash
 
 
 @dataclass
@@ -29,11 +30,17 @@ class TransformerArgs:
     rope_theta: float = 10000.0  # base of the rotary position frequencies (not in the paper)
     norm_eps: float = 1e-5  # epsilon of RMSNorm (not in the paper)
     init_std: float = 0.02  # standard deviation of every weight at the start (Appendix I)
+    init_truncate: float = 0.0  # redraw weights beyond this many standard deviations; 0: keep all (not in the paper)
+    init_residual: bool = False  # divide the std of wo and w2 by sqrt(2 layers), as GPT-2 does (not in the paper)
 
     def __post_init__(self) -> None:
         check_heads("model", self.dim, self.n_heads)
         if self.n_layers < 1:
             raise UserError(f"model.n_layers={self.n_layers}: at least one block is needed")
+        if self.init_std < 0 or self.init_truncate < 0:
+            raise UserError(
+                f"model.init_std={self.init_std} and model.init_truncate={self.init_truncate}: neither may be negative"
+            )
 
 
 def check_heads(name: str, dim: int, n_heads: int) -> None:
@@ -288,19 +295,26 @@ class Predictor(nn.Module):
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, std: float, seed: int) -> None:
-    """Normal(0, std) for matrices, embeddings and vectors; ones for norms. A function of ``seed`` alone.
+def init_weights(model: nn.Module, args: TransformerArgs, seed: int) -> None:
+    """Normal(0, ``init_std``) for matrices, embeddings and vectors; ones for norms. A function of ``seed`` alone.
 
     Every parameter has its own generator, seeded by its name, so one model's weights do not depend on what
     else the model holds: BERT and CrossBERT start from the same encoder.
     """
-    from lingua.hashing import counter_hash, text_hash
-
     norms = {id(module.weight) for module in model.modules() if isinstance(module, nn.RMSNorm)}
+    scale = {}
+    if args.init_residual:
+        for stack in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+            outputs = [p for name, p in stack.named_parameters() if name.endswith(("wo.weight", "w2.weight"))]
+            scale |= {id(parameter): (2 * len(stack)) ** -0.5 for parameter in outputs}
     for name, parameter in model.named_parameters():
         if id(parameter) in norms:
             parameter.fill_(1.0)
             continue
         generator = torch.Generator().manual_seed(counter_hash(seed, text_hash(name)) & ((1 << 63) - 1))
-        values = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        parameter.copy_(values)
+        values = torch.empty(parameter.shape, dtype=torch.float32)
+        if args.init_truncate:
+            nn.init.trunc_normal_(values, a=-args.init_truncate, b=args.init_truncate, generator=generator)
+        else:
+            values.normal_(generator=generator)
+        parameter.copy_(values * args.init_std * scale.get(id(parameter), 1.0))

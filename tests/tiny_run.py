@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def make_run(folder: Path, tokenizer: dict[str, Any], vocab_size: int, **changes
         predictor_args = PredictorArgs(**predictor)
         model["predictor"] = Predictor(predictor_args, args)
         model_config["predictor"] = asdict(predictor_args)
-    init_weights(model, std=0.2, seed=99)
+    init_weights(model, replace(args, init_std=0.2), seed=99)
     config = {"seed": 7, "model": model_config, "data": {"seq_len": 256, "tokenizer": tokenizer}}
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

@@ -34,7 +34,7 @@ class Bert(nn.Module):
         self.args, self.special_ids, self.document_start = args, special_ids, document_start
         self.encoder = Encoder(args)
         if not self.encoder.embedding.weight.is_meta:
-            init_weights(self, args.init_std, seed)
+            init_weights(self, args, seed)
 
     def forward(self, inputs_BS: Tensor, tokens_BS: Tensor, view: View, weight_B: Tensor | None = None) -> LossSum:
         """Summed cross-entropy at the masked positions.

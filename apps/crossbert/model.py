@@ -37,7 +37,7 @@ class CrossBert(nn.Module):
         self.encoder = Encoder(args)
         self.predictor = Predictor(args.predictor, args)
         if not self.encoder.embedding.weight.is_meta:
-            init_weights(self, args.init_std, seed)
+            init_weights(self, args, seed)
 
     def forward(self, tokens_BS: Tensor, view: View, weight_B: Tensor | None = None) -> LossSum:
         """Summed cross-entropy of the hidden tokens; the encoder never sees them.

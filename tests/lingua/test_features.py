@@ -31,8 +31,9 @@ def enc(run: Path) -> TextEncoder:
 
 
 def roberta(max_length: int = 64) -> TextEncoder:
-    encoder = Encoder(TransformerArgs(dim=8, n_layers=1, n_heads=1, vocab_size=RobertaTokenizer.vocab_size))
-    init_weights(encoder, 0.2, seed=0)
+    args = TransformerArgs(dim=8, n_layers=1, n_heads=1, vocab_size=RobertaTokenizer.vocab_size, init_std=0.2)
+    encoder = Encoder(args)
+    init_weights(encoder, args, seed=0)
     return TextEncoder(encoder, RobertaTokenizer(), max_length)
 
 

@@ -154,14 +154,28 @@ def test_cross_attention_equals_plain_loops_in_float64() -> None:
 def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     one, two = Encoder(TransformerArgs(**SHAPE)), Encoder(TransformerArgs(**SHAPE | {"n_layers": 5}))
     for model in (one, two):
-        init_weights(model, 0.02, seed=7)
+        init_weights(model, model.args, seed=7)
     for name, parameter in one.named_parameters():
         assert torch.equal(parameter, two.get_parameter(name))
     assert (one.norm.weight == 1).all()
     assert abs(one.embedding.weight.detach().std().item() - 0.02) < 1e-3
     assert not torch.equal(one.layers[0].ffn.w2.weight, one.layers[1].ffn.w2.weight)
-    init_weights(two, 0.02, seed=8)
+    init_weights(two, two.args, seed=8)
     assert not torch.equal(one.embedding.weight, two.embedding.weight)
+
+
+def test_truncated_and_residual_scaled_initial_weights() -> None:
+    args = TransformerArgs(**SHAPE | {"init_std": 0.1, "init_truncate": 2.0, "init_residual": True})
+    model = Encoder(args)
+    init_weights(model, args, seed=0)
+    # A normal cut at two standard deviations has 0.87963 of its standard deviation.
+    std = 0.1 * 0.87963
+    assert model.embedding.weight.abs().max() <= 0.2
+    assert model.embedding.weight.detach().std().item() == pytest.approx(std, rel=0.02)
+    for layer in model.layers:
+        assert layer.attention.wqkv.weight.detach().std().item() == pytest.approx(std, rel=0.02)
+        for output in (layer.attention.wo, layer.ffn.w2):
+            assert output.weight.detach().std().item() == pytest.approx(std / 6**0.5, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +184,7 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
         ({"dim": 100, "n_heads": 3}, r"model\.dim=100 does not split into model\.n_heads=3"),
         ({"dim": 36, "n_heads": 4}, "gives heads of 9: .*must be even"),
         ({"n_layers": 0}, r"model\.n_layers=0"),
+        ({"init_std": -0.1}, r"model\.init_std=-0\.1 .* neither may be negative"),
     ],
 )
 def test_impossible_shapes_are_refused(shape: dict, message: str) -> None:
