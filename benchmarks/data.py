@@ -29,7 +29,7 @@ from lingua.data import DataArgs, TokenStream
 from lingua.errors import UserError
 from lingua.evaluate import markdown_table
 from lingua.manifest import FORMAT_VERSION, Manifest
-from lingua.shards import RECORD, ShardWriter
+from lingua.shards import write_shard
 from lingua.source import PERIOD
 from lingua.tokenizer import RobertaTokenizer, Tokenizer
 
@@ -66,14 +66,11 @@ def write_shards(root: Path, n_tokens: int, tokenizer: Tokenizer) -> None:
     for name, share in SOURCES.items():
         lengths = random.integers(2, 2 * DOCUMENT_TOKENS, max(1, round(n_tokens * share / DOCUMENT_TOKENS)))
         folder = root / name / "train"
-        folder.parent.mkdir(parents=True)
-        writer = ShardWriter(folder, shard_tokens=2**63 - 1)
-        for part in np.array_split(lengths, SHARDS):
-            records = np.zeros(len(part), RECORD)
-            records["tokens"], records["start"] = part, np.cumsum(part) - part
+        folder.mkdir(parents=True)
+        shards = []
+        for i, part in enumerate(np.array_split(lengths, SHARDS)):
             ids = random.integers(0, tokenizer.vocab_size, int(part.sum()), dtype=f"uint{8 * TOKENS_BYTES}")
-            writer.write(ids, records)
-            writer.close()
+            shards.append(write_shard(folder, i, ids, part))
         Manifest(
             version=FORMAT_VERSION,
             source=name,
@@ -89,7 +86,7 @@ def write_shards(root: Path, n_tokens: int, tokenizer: Tokenizer) -> None:
             empty_documents=0,
             skipped_count=0,
             skipped=[],
-            shards=writer.shards,
+            shards=shards,
         ).save(folder)
 
 

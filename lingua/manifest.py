@@ -58,9 +58,12 @@ class Manifest:
     documents: int
     bytes_of_text: int  # UTF-8
     empty_documents: int  # left out of the whole source: texts of nothing but white space
-    skipped_count: int  # lines of the whole source that could not be read (on_error=skip)
-    skipped: list[dict[str, Any]]  # the first of them: path, line, reason
+    skipped_count: int  # documents of the whole source that could not be read (on_error=skip)
+    skipped: list[dict[str, Any]]  # the first of them: path, line, reason (skipped.jsonl beside the splits has all)
     shards: list[Shard]
+    # documents of the whole source: read + pieces = stored + empty + unreadable + duplicates
+    counts: dict[str, int] = field(default_factory=dict)
+    lengths: dict[str, Any] = field(default_factory=dict)  # of documents, in tokens: mean, longest, at_most
     folder: Path = field(default=Path(), compare=False)  # where it was read from; not in the file
 
     def tokens_path(self, shard: int) -> Path:

@@ -1,4 +1,4 @@
-"""Writing token shards, and the bucket files that a shuffle goes through.
+"""Bucket files, which documents go through on their way, and the shards in which they end.
 
 A document on its way is a span of tokens and a record of where it is and where it belongs.
 """
@@ -6,19 +6,21 @@ A document on its way is a span of tokens and a record of where it is and where 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from lingua.manifest import DOCS_DTYPE, Shard
 
-MAX_WRITE_DOCUMENTS = 50_000  # gathered in memory at a time
-# key, file and row give a document's place in the order; start and tokens (counts of tokens) its span in the
-# token array beside the records; bytes the size of its text.
+COPY_BYTES = 4 << 20  # gathered or copied at a time
+# key, text (0 where duplicates are kept), piece, file and row give a document's place in the order; start and
+# tokens (counts of tokens) its span in the token array beside the records; bytes the size of its text.
 RECORD = np.dtype(
     [
         ("key", "<u8"),
+        ("text", "<u8"),
+        ("piece", "<u4"),
         ("file", "<u4"),
         ("row", "<u8"),
         ("start", "<u8"),
@@ -30,103 +32,126 @@ RECORD = np.dtype(
 
 
 class Buckets:
-    """``n`` pairs of files in ``folder``; bucket ``i`` takes the ``i``-th of ``n`` equal ranges of keys."""
+    """Pairs of files in ``folder``, as many as ``ends`` has entries; the ``i``-th takes the ``i``-th of so many equal
+    ranges of keys.
 
-    def __init__(self, folder: Path, n: int) -> None:
-        self.n = n
-        self._tokens = [bucket_path(folder, i, "tokens").open("wb") for i in range(n)]
-        self._records = [bucket_path(folder, i, "records").open("wb") for i in range(n)]
-        self._ends = [0] * n  # tokens so far
+    What is appended waits in memory until :meth:`flush`. Files are opened only then, so there may be thousands.
+    """
 
-    def __enter__(self) -> Buckets:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for file in self._tokens + self._records:
-            file.close()
+    def __init__(self, folder: Path, ends: list[int], counts: list[int]) -> None:
+        self.folder, self.n = folder, len(ends)
+        self.ends, self.counts = ends, counts  # tokens and documents so far
+        self.waiting_bytes = 0
+        self._waiting: dict[int, list[tuple[bytes, bytes]]] = {}
 
     def append(self, tokens: np.ndarray, records: np.ndarray) -> None:
-        of_bucket = ((records["key"] >> np.uint64(32)) * np.uint64(self.n)) >> np.uint64(32)
+        of_bucket = bucket_of(records["key"], self.n)
         for i in np.unique(of_bucket).tolist():
             chosen = records[of_bucket == i]
-            self._tokens[i].write(gather(tokens, chosen))
-            chosen["start"] = self._ends[i] + np.cumsum(chosen["tokens"]) - chosen["tokens"]
-            self._ends[i] += int(chosen["tokens"].sum())
-            self._records[i].write(chosen.tobytes())
+            data = b"".join(gather(tokens, chosen))
+            chosen["start"] = self.ends[i] + np.cumsum(chosen["tokens"]) - chosen["tokens"]
+            self.ends[i] += int(chosen["tokens"].sum())
+            self.counts[i] += len(chosen)
+            self._waiting.setdefault(i, []).append((data, chosen.tobytes()))
+            self.waiting_bytes += len(data) + chosen.nbytes
+
+    def flush(self) -> None:
+        for i, parts in self._waiting.items():
+            for ending, data in zip(("tokens", "records"), zip(*parts, strict=True), strict=True):
+                with bucket_path(self.folder, i, ending).open("ab") as file:
+                    file.writelines(data)
+        self._waiting, self.waiting_bytes = {}, 0
+
+
+def bucket_of(keys: np.ndarray, n: int) -> np.ndarray:
+    """Which of ``n`` equal ranges each key falls into."""
+    return ((keys >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32)
 
 
 def bucket_path(folder: Path, index: int, ending: str) -> Path:
-    return folder / f"{index:03d}.{ending}"
+    return folder / f"{index:05d}.{ending}"
 
 
-def gather(tokens: np.ndarray, records: np.ndarray) -> bytes:
-    """The tokens of ``records`` out of ``tokens``, end to end."""
+def gather(tokens: np.ndarray, records: np.ndarray) -> Iterable[bytes]:
+    """The tokens of ``records`` out of ``tokens``, end to end, in parts of about :data:`COPY_BYTES`."""
     view = memoryview(tokens).cast("B") if len(tokens) else b""
-    starts = (records["start"] * tokens.itemsize).tolist()
-    ends = ((records["start"] + records["tokens"]) * tokens.itemsize).tolist()
-    return b"".join([view[start:end] for start, end in zip(starts, ends, strict=True)])
+    ends = np.cumsum(records["tokens"]) * tokens.itemsize
+    first = 0
+    while first < len(records):
+        done = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, done + COPY_BYTES, side="right")))
+        part = records[first:last]
+        starts = (part["start"] * tokens.itemsize).tolist()
+        stops = ((part["start"] + part["tokens"]) * tokens.itemsize).tolist()
+        yield b"".join([view[start:stop] for start, stop in zip(starts, stops, strict=True)])
+        first = last
 
 
-class ShardWriter:
-    """Writes documents, in the order they come, into the shards of one split."""
+def cut_into_shards(lengths: Iterable[np.ndarray], shard_tokens: int) -> list[tuple[int, int]]:
+    """(documents, tokens) of each shard, for documents of ``lengths`` tokens that come in several arrays.
 
-    def __init__(self, folder: Path, shard_tokens: int) -> None:
-        folder.mkdir()
-        self.folder, self.shard_tokens = folder, shard_tokens
-        self.shards: list[Shard] = []
-        self.bytes_of_text = 0
-        self._open: tuple[BinaryIO, BinaryIO] | None = None
+    A shard ends before the document that would exceed ``shard_tokens``; a longer one has a shard of its own.
+    """
+    shards: list[tuple[int, int]] = []
+    documents = tokens = 0  # of the shard that is being filled
+    for part in lengths:
+        ends = np.cumsum(part.astype(np.int64))
+        done = 0
+        while done < len(ends):
+            before = int(ends[done - 1]) if done else 0
+            fit = int(np.searchsorted(ends, before + shard_tokens - tokens, side="right")) - done
+            if not fit and not documents:
+                fit = 1
+            if fit > 0:
+                documents, tokens, done = documents + fit, tokens + int(ends[done + fit - 1]) - before, done + fit
+            if done < len(ends):
+                shards.append((documents, tokens))
+                documents = tokens = 0
+    return [*shards, (documents, tokens)] if documents else shards
 
-    def write(self, tokens: np.ndarray, records: np.ndarray) -> None:
-        """Append the documents ``records`` of ``tokens``."""
-        self.bytes_of_text += int(records["bytes"].sum())
-        while len(records):
-            if self._open is None:
-                self._start()
-            ends = self._tokens + np.cumsum(records["tokens"].astype(np.int64))
-            fit = int(np.searchsorted(ends, self.shard_tokens, side="right"))
-            if not fit and not self._documents:
-                fit = 1  # one document longer than a shard
-            fit = min(fit, MAX_WRITE_DOCUMENTS)
-            if fit:
-                self._append(gather(tokens, records[:fit]), ends[:fit].astype(DOCS_DTYPE).tobytes())
-                self._tokens, self._documents = int(ends[fit - 1]), self._documents + fit
-                records = records[fit:]
-            else:
-                self.close()
 
-    def close(self) -> None:
-        """End the current shard."""
-        if self._open is None:
-            return
-        for file in self._open:
-            file.close()
-        self.shards.append(
-            Shard(
-                name=self._name,
-                tokens=self._tokens,
-                documents=self._documents,
-                tokens_bytes=self._bytes[0],
-                docs_bytes=self._bytes[1],
-                tokens_sha256=self._hashes[0].hexdigest(),
-                docs_sha256=self._hashes[1].hexdigest(),
-            )
-        )
-        self._open = None
+class ShardFile:
+    """One shard being written: tokens, and the end of each document."""
 
-    def _start(self) -> None:
-        self._name = f"shard_{len(self.shards):05d}"
-        self._open = (
-            (self.folder / f"{self._name}.tokens").open("wb"),
-            (self.folder / f"{self._name}.docs").open("wb"),
-        )
-        self._hashes = (hashlib.sha256(), hashlib.sha256())
+    def __init__(self, folder: Path, index: int) -> None:
+        self._name = f"shard_{index:05d}"
+        self._files = [(folder / f"{self._name}.{ending}").open("wb") for ending in ("tokens", "docs")]
+        self._hashes = [hashlib.sha256(), hashlib.sha256()]
         self._bytes = [0, 0]
         self._tokens = self._documents = 0
 
-    def _append(self, *parts: bytes) -> None:
-        assert self._open is not None
-        for i, part in enumerate(parts):
-            self._open[i].write(part)
-            self._hashes[i].update(part)
-            self._bytes[i] += len(part)
+    def add_tokens(self, data: bytes) -> None:
+        self._add(0, data)
+
+    def add_documents(self, lengths: np.ndarray) -> None:
+        """``lengths``: tokens of each document."""
+        if len(lengths):
+            ends = self._tokens + np.cumsum(lengths.astype(np.int64))
+            self._add(1, ends.astype(DOCS_DTYPE).tobytes())
+            self._tokens, self._documents = int(ends[-1]), self._documents + len(lengths)
+
+    def close(self) -> Shard:
+        for file in self._files:
+            file.close()
+        return Shard(
+            name=self._name,
+            tokens=self._tokens,
+            documents=self._documents,
+            tokens_bytes=self._bytes[0],
+            docs_bytes=self._bytes[1],
+            tokens_sha256=self._hashes[0].hexdigest(),
+            docs_sha256=self._hashes[1].hexdigest(),
+        )
+
+    def _add(self, which: int, data: bytes) -> None:
+        self._files[which].write(data)
+        self._hashes[which].update(data)
+        self._bytes[which] += len(data)
+
+
+def write_shard(folder: Path, index: int, tokens: np.ndarray, lengths: np.ndarray) -> Shard:
+    """Write documents that are in memory as one shard."""
+    shard = ShardFile(folder, index)
+    shard.add_tokens(tokens.tobytes())
+    shard.add_documents(lengths)
+    return shard.close()

@@ -1,25 +1,19 @@
 """Raw text to globally shuffled token shards, in bounded memory.
 
-Every document has a key, a hash of (seed, file number, number in that file). The shards hold the documents in
-the order of their keys, so the result depends on nothing else: not on workers, memory or batches. Two passes
-get there. The first tokenizes (in worker processes) and appends each document to one of several bucket files,
-each for a range of keys. The second sorts one bucket at a time in memory and writes the shards.
+Every document has a key, a hash of (seed, file number, number in that file), or of (seed, text) where duplicates
+are dropped. The shards hold the documents in the order of their keys, so the result depends on nothing else: not
+on workers, memory, machines or interruptions. Three stages get there. ``tokenize`` appends each document to one
+of many bucket files, each for a range of keys (:mod:`lingua.tokenizing`); ``sort`` sorts one bucket at a time in
+memory; ``pack`` cuts the sorted buckets into shards (:mod:`lingua.sorting`).
 
-All work happens in ``OUT/SOURCE.partial``, which becomes ``OUT/SOURCE`` at the very end.
+All work happens in ``OUT/SOURCE.partial``, which becomes ``OUT/SOURCE`` at the very end. What is in it is not done
+again.
 """
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
-import math
-import multiprocessing
-import os
+import json
 import shutil
-import signal
-import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,59 +21,80 @@ from typing import Any
 import numpy as np
 
 from lingua.errors import UserError
+from lingua.estimate import bucket_count, check_disk_space, estimate
 from lingua.files import InputFile, list_files
-from lingua.hashing import counter_hash, text_hash
 from lingua.manifest import FORMAT_VERSION, NAME, Manifest, load_manifest, token_dtype
 from lingua.progress import Progress
-from lingua.readers import BadLine, Block, ReaderArgs, blocks, parse
-from lingua.shards import RECORD, Buckets, ShardWriter, bucket_path
+from lingua.readers import BLOCK_BYTES, ReaderArgs
+from lingua.shards import bucket_path
+from lingua.sorting import ShardJob, SortJob, Split, pack_shard, sort_bucket, write_json
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
+from lingua.tokenizing import SKIPPED, Counts, fill_buckets, load_state
+from lingua.workers import run_in_order
 
-MAX_BUCKETS = 256  # open files
-MAX_LISTED = 1000  # bad lines in the manifest; all are counted
+MAX_LISTED = 1000  # unreadable documents in the manifest; skipped.jsonl has all
+STAGES = ("tokenize", "sort", "pack")
 
 
 @dataclass
 class ShuffleArgs:
-    """What decides the bytes: ``tokenizer``, ``seed``, ``valid_fraction``, ``shard_tokens``."""
+    """What decides the bytes: ``tokenizer``, ``seed``, ``valid_fraction``, ``shard_tokens``, ``duplicates``,
+    ``max_document_tokens`` and ``long_documents``."""
 
     tokenizer: TokenizerArgs = field(default_factory=TokenizerArgs)
     seed: int = 0  # of the order
     valid_fraction: float = 0.01  # share of documents that go to the valid split, by a hash of their text
     shard_tokens: int = 100_000_000  # a shard ends before the document that would exceed this
-    workers: int = 1  # processes that tokenize; 1: in this process
-    memory_gb: float = 2.0  # for sorting a bucket
+    duplicates: str = "keep"  # documents whose text is exactly that of another: keep | drop (all but the first)
+    max_document_tokens: int = 0  # <s> and </s> included; 0: any length
+    long_documents: str = "split"  # what becomes of longer ones: split (each piece is a document) | cut
+    workers: int = 1  # processes; 1: this one alone
+    memory_gb: float = 2.0  # of all workers, beside what Python and the tokenizer take in each
+    check_disk: bool = True  # stop where the estimate of the disk needed exceeds what is free
+    stage: str = "all"  # all | tokenize | sort | pack: the stages one by one, for several machines
+    part: str = "0/1"  # i/n: this is job i (from 0) of n that share the work and the folder
 
     def __post_init__(self) -> None:
         for name, value, good, expected in (
             ("valid_fraction", self.valid_fraction, 0 <= self.valid_fraction < 1, "0 <= fraction < 1"),
             ("shard_tokens", self.shard_tokens, self.shard_tokens >= 1, "at least 1"),
+            ("duplicates", self.duplicates, self.duplicates in ("keep", "drop"), "keep or drop"),
+            (
+                "max_document_tokens",
+                self.max_document_tokens,
+                self.max_document_tokens == 0 or self.max_document_tokens >= 3,
+                "0 or at least 3",
+            ),
+            ("long_documents", self.long_documents, self.long_documents in ("split", "cut"), "split or cut"),
             ("workers", self.workers, self.workers >= 1, "at least 1"),
             ("memory_gb", self.memory_gb, self.memory_gb > 0, "above 0"),
+            ("stage", self.stage, self.stage in ("all", *STAGES), f"all or one of {', '.join(STAGES)}"),
         ):
             if not good:
                 raise UserError(f"{name}={value}: expected {expected}")
+        if self.share[1] > 1 and self.stage == "all":
+            raise UserError(
+                f"part={self.part}: several jobs take one stage at a time, each when the one before is done by all: "
+                "stage=tokenize, then stage=sort, then stage=pack"
+            )
 
-
-@dataclass
-class Tokenized:
-    """The documents of one block: tokens end to end, one record each (``start`` within ``tokens``)."""
-
-    tokens: np.ndarray
-    records: np.ndarray
-    bad: list[BadLine]
-    empty: int
-    raw_bytes: int
+    @property
+    def share(self) -> tuple[int, int]:
+        """Number of this job, and of all jobs. Raises UserError if ``part`` is not i/n."""
+        number, _, n = self.part.partition("/")
+        if not (number.isdigit() and n.isdigit() and int(number) < int(n)):
+            raise UserError(f"part={self.part}: expected i/n with i from 0 to n - 1, such as 0/4")
+        return int(number), int(n)
 
 
 def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -> dict[str, Manifest]:
     """Prepare one source: ``OUT/NAME/train`` and, for ``valid_fraction`` above 0, ``OUT/NAME/valid``.
 
     Finished identical work (same settings, tokenizer, and names and sizes of the inputs) is recognised and
-    returned at once.
+    returned at once; interrupted work goes on.
 
     Returns:
-        The manifests by split.
+        The manifests by split; none while other stages or other jobs are still to come.
 
     Raises:
         UserError: unreadable input, nothing in it, other settings in an existing folder, no space.
@@ -95,40 +110,62 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
         "tokenizer": tokenizer.identity(),
         "dtype": token_dtype(tokenizer.vocab_size),
         "seed": args.seed,
-        "settings": {
-            "valid_fraction": float(args.valid_fraction),  # 0 and 0.0 are written alike
-            "shard_tokens": args.shard_tokens,
-            "reader": _reader_settings(reader),
-        },
+        "settings": _settings(args) | {"reader": _reader_settings(reader)},
         "inputs": [{"path": file.path, "bytes": file.size} for file in files],
     }
-    final = Path(out) / name
+    final, partial = Path(out) / name, Path(out) / f"{name}.partial"
     if final.exists():
         return _finished(final, common, args)
-    partial = Path(out) / f"{name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # an interrupted run
     try:
-        (partial / "buckets").mkdir(parents=True)
-        left_out = _fill_buckets(partial / "buckets", name, files, reader, args, tokenizer)
-        splits = _write_shards(partial, common, left_out, args)
-        (partial / "buckets").rmdir()
-        partial.rename(final)
+        plan = _plan(partial, files, reader, args, tokenizer, common)
+        work = partial / "work"
+        if args.stage in ("all", "tokenize"):
+            number, n = args.share
+            folder = work / f"part_{number:05d}"
+            fill_buckets(folder, name, files[number::n], reader, args, tokenizer, plan["buckets"])
+        if args.stage in ("all", "sort"):
+            _sort(work, plan, args, common)
+        if args.stage not in ("all", "pack") or not _pack(partial, plan, args, common):
+            print(f"{name}: part {args.part} of stage {args.stage} is done", flush=True)
+            return {}
+        if not final.exists():  # another job may have been the last one too
+            partial.rename(final)
+        shutil.rmtree(final / "work", ignore_errors=True)
     except OSError as error:
+        if final.exists():
+            return _finished(final, common, args)
         raise UserError(f"{partial}: cannot write: {error}") from None
-    return {split: load_manifest(final / split) for split in splits}
+    return {split: load_manifest(final / split) for split in _splits(args)}
+
+
+def _splits(args: ShuffleArgs) -> dict[str, bool]:
+    return {"train": False, "valid": True} if args.valid_fraction else {"train": False}
+
+
+# --- settings, and what exists already ------------------------------------------------------------------------
+
+
+def _settings(args: ShuffleArgs) -> dict[str, Any]:
+    names = ("valid_fraction", "shard_tokens", "duplicates", "max_document_tokens", "long_documents")
+    # 0 and 0.0 are written alike
+    return {**{name: getattr(args, name) for name in names}, "valid_fraction": float(args.valid_fraction)}
+
+
+def _reader_settings(reader: ReaderArgs) -> dict[str, Any]:
+    return {key: value for key, value in asdict(reader).items() if key != "path"}
 
 
 def _finished(final: Path, common: dict[str, Any], args: ShuffleArgs) -> dict[str, Manifest]:
-    splits = ["train", "valid"] if args.valid_fraction else ["train"]
+    splits = _splits(args)
     manifests = {split: load_manifest(final / split) for split in splits if (final / split / NAME).is_file()}
     if "train" not in manifests:
         raise UserError(f"{final}: exists, but was not written by this command; choose another out or name")
     found = {key: getattr(manifests["train"], key) for key in common}
-    # the same files may lie elsewhere now
-    sides = [{**values, "inputs": _sizes(values["inputs"])} for values in (found, common)]
     # settings that did not exist when the folder was written had the value that is now their default
-    sides[0]["settings"] = _with_defaults(sides[0]["settings"])
-    difference = _difference(*sides)
+    found["settings"] = _settings(ShuffleArgs()) | found["settings"]
+    found["settings"]["reader"] = _reader_settings(ReaderArgs()) | found["settings"].get("reader", {})
+    # the same files may lie elsewhere now
+    difference = _difference(*({**values, "inputs": _sizes(values["inputs"])} for values in (found, common)))
     if difference:
         raise UserError(
             f"{final}: already prepared otherwise: {difference}; choose another out, or delete the folder to "
@@ -136,14 +173,6 @@ def _finished(final: Path, common: dict[str, Any], args: ShuffleArgs) -> dict[st
         )
     print(f"{final}: already prepared, nothing to do", flush=True)
     return manifests
-
-
-def _with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    return {**settings, "reader": _reader_settings(ReaderArgs()) | settings.get("reader", {})}
-
-
-def _reader_settings(reader: ReaderArgs) -> dict[str, Any]:
-    return {key: value for key, value in asdict(reader).items() if key != "path"}
 
 
 def _sizes(inputs: list[dict[str, Any]]) -> dict[str, int]:
@@ -163,162 +192,148 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any], prefix: str = "")
     return ""
 
 
-# --- pass 1: text to buckets --------------------------------------------------------------------------------
+def _plan(
+    partial: Path,
+    files: list[InputFile],
+    reader: ReaderArgs,
+    args: ShuffleArgs,
+    tokenizer: Tokenizer,
+    common: dict[str, Any],
+) -> dict[str, Any]:
+    """What all jobs must agree on, kept in ``work/plan.json``: made by the first, compared by the others and by a
+    run that goes on."""
+    path = partial / "work" / "plan.json"
+    wanted = {
+        **common,
+        "settings": common["settings"] | {"reader": {**common["settings"]["reader"], "on_error": ""}},  # may change
+        "inputs": {f"{file.index} {file.path}": f"{file.size} {file.stamp}" for file in files},
+        "jobs": args.share[1],
+        "block_bytes": BLOCK_BYTES,
+    }
+    if path.is_file():
+        plan = json.loads(path.read_text())
+        if args.stage in ("sort", "pack"):  # any number of jobs will do
+            wanted["jobs"] = plan["jobs"]
+        difference = _difference({key: plan[key] for key in wanted}, wanted)
+        if difference:
+            raise UserError(
+                f"{partial}: an interrupted run was another one: {difference}; repeat that one, or delete the folder "
+                "to begin anew"
+            )
+        return plan
+    if args.stage in ("sort", "pack"):
+        raise UserError(f"{partial}: no work to go on with; run stage=tokenize first")
+    expected = estimate(files, reader, args, tokenizer)
+    if args.share[1] == 1:
+        shutil.rmtree(partial, ignore_errors=True)  # killed before there was a plan
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_disk_space(common["source"], path.parent, expected, args, np.dtype(common["dtype"]).itemsize)
+    plan = {**wanted, "buckets": bucket_count(expected, np.dtype(common["dtype"]).itemsize, args)}
+    write_json(path, plan)
+    return plan
 
 
-@dataclass
-class LeftOut:
-    empty: int = 0
-    bad: int = 0
-    listed: list[dict[str, Any]] = field(default_factory=list)  # the first bad lines
+# --- the stages -----------------------------------------------------------------------------------------------
 
 
-def _fill_buckets(
-    folder: Path, title: str, files: list[InputFile], reader: ReaderArgs, args: ShuffleArgs, tokenizer: Tokenizer
-) -> LeftOut:
-    left_out = LeftOut()
-    work = (block for file in files for block in blocks(file, reader))
-    # progress counts decompressed bytes
-    known = not any(file.path.endswith((".gz", ".zst", ".parquet")) or not file.size for file in files)
-    total = sum(file.size for file in files) if known else None
-    with (
-        Buckets(folder, bucket_count(files, tokenizer.vocab_size, args.memory_gb)) as buckets,
-        Progress(f"{title}: tokenizing", total, "tokens") as progress,
-    ):
-        for done in tokenize_all(work, reader, args, tokenizer):
-            buckets.append(done.tokens, done.records)
-            left_out.empty += done.empty
-            left_out.bad += len(done.bad)
-            left_out.listed += [asdict(bad) for bad in done.bad[: MAX_LISTED - len(left_out.listed)]]
-            progress.advance(done.raw_bytes, len(done.tokens))
-    return left_out
-
-
-def bucket_count(files: list[InputFile], vocab_size: int, memory_gb: float) -> int:
-    """Enough buckets that one, its records and its sorted copy fit in ``memory_gb``.
-
-    Reckons with one token a byte of text, more than any real text has, and five bytes of text a compressed byte.
-    """
-    text_bytes = sum(file.size * (5 if file.path.endswith((".gz", ".zst", ".parquet")) else 1) for file in files)
-    needed = text_bytes * np.dtype(token_dtype(vocab_size)).itemsize * 2 / (memory_gb * 1e9)
-    return min(max(math.ceil(needed), 1), MAX_BUCKETS)
-
-
-def tokenize_all(
-    work: Iterable[Block], reader: ReaderArgs, args: ShuffleArgs, tokenizer: Tokenizer
-) -> Iterator[Tokenized]:
-    """Tokenize blocks in order, in this process or in ``args.workers`` others, a few blocks ahead."""
-    if args.workers == 1:
-        yield from (tokenize(block, reader, args.seed, args.valid_fraction, tokenizer) for block in work)
-        return
-    pool = concurrent.futures.ProcessPoolExecutor(
-        args.workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(reader, args),
+def _sort(work: Path, plan: dict[str, Any], args: ShuffleArgs, common: dict[str, Any]) -> None:
+    parts = [work / f"part_{i:05d}" for i in range(plan["jobs"])]
+    states = [load_state(part) for part in parts]
+    missing = [str(i) for i, state in enumerate(states) if state is None or not state.done]
+    if missing:
+        raise UserError(f"{work}: stage tokenize is not done by job {', '.join(missing)} of {plan['jobs']}")
+    out = work / "sorted"
+    out.mkdir(exist_ok=True)
+    job = SortJob(
+        parts=parts,
+        out=out,
+        n_buckets=plan["buckets"],
+        dtype=common["dtype"],
+        splits=_splits(args),
+        drop_duplicates=args.duplicates == "drop",
+        memory_bytes=0.8 * args.memory_gb * 1e9 / args.workers,
     )
-    waiting: collections.deque[concurrent.futures.Future[Tokenized]] = collections.deque()
-    try:
-        for block in work:
-            waiting.append(pool.submit(_tokenize_in_worker, block))
-            if len(waiting) > 2 * args.workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise UserError("a tokenizing process died (killed, perhaps for want of memory); try fewer workers") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    number, n = args.share
+    todo = range(number, plan["buckets"], n)
+    with Progress(f"{common['source']}: sorting", len(todo), "tokens") as progress:
+        for tokens in run_in_order(sort_bucket, _given, (job,), todo, args.workers):
+            progress.advance(1, tokens)
 
 
-_worker: tuple[ReaderArgs, ShuffleArgs, Tokenizer]  # of a worker process
+def _given(value: Any) -> Any:
+    return value
 
 
-def _start_worker(reader: ReaderArgs, args: ShuffleArgs) -> None:
-    global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker = (reader, args, build_tokenizer(args.tokenizer))
-
-
-def _exit_with_parent() -> None:
-    """A killed parent cannot stop its workers, and they would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _tokenize_in_worker(block: Block) -> Tokenized:
-    reader, args, tokenizer = _worker
-    return tokenize(block, reader, args.seed, args.valid_fraction, tokenizer)
-
-
-def tokenize(block: Block, reader: ReaderArgs, seed: int, valid_fraction: float, tokenizer: Tokenizer) -> Tokenized:
-    """The tokens and records of a block's documents. Raises UserError on a bad line (``on_error=fail``)."""
-    parsed = parse(block, reader)
-    documents = [document for document in parsed.documents if document.text.strip()]
-    encoded = tokenizer.encode_batch([document.text for document in documents])
-    dtype = token_dtype(tokenizer.vocab_size)
-    bos, eos = np.array([tokenizer.bos_id], dtype), np.array([tokenizer.eos_id], dtype)
-    parts = [part for ids in encoded for part in (bos, ids.astype(dtype), eos)]
-    records = np.zeros(len(documents), RECORD)
-    records["file"] = block.file.index
-    records["row"] = [document.row for document in documents]
-    records["tokens"] = [len(ids) + 2 for ids in encoded]
-    records["start"] = np.cumsum(records["tokens"]) - records["tokens"]
-    records["bytes"] = [len(document.text.encode("utf-8", "surrogatepass")) for document in documents]
-    # identical documents fall on the same side, whatever the seed
-    limit = int(valid_fraction * 2**64)
-    records["valid"] = [text_hash(document.text) % 2**64 < limit for document in documents]
-    keys = counter_hash(seed, block.file.index, records["row"].astype(np.int64))
-    records["key"] = keys.view(np.uint64)
-    return Tokenized(
-        tokens=np.concatenate(parts) if parts else np.empty(0, dtype),
-        records=records,
-        bad=parsed.bad,
-        empty=len(parsed.documents) - len(documents),
-        raw_bytes=sum(len(raw) for _, raw in block.pieces),
-    )
-
-
-# --- pass 2: buckets to shards ------------------------------------------------------------------------------
-
-
-def _write_shards(partial: Path, common: dict[str, Any], left_out: LeftOut, args: ShuffleArgs) -> list[str]:
-    """Sort the buckets one by one into shards, write the manifests, and return the names of the splits."""
-    splits = {"train": False, "valid": True} if args.valid_fraction else {"train": False}
-    writers = {split: ShardWriter(partial / split, args.shard_tokens) for split in splits}
-    folder = partial / "buckets"
-    for index in range(len(list(folder.glob("*.tokens")))):
-        token_file, record_file = bucket_path(folder, index, "tokens"), bucket_path(folder, index, "records")
-        records = np.fromfile(record_file, RECORD)
-        if len(records):
-            records = records[np.lexsort((records["row"], records["file"], records["key"]))]
-            tokens = np.memmap(token_file, common["dtype"], "r")
-            for split, is_valid in splits.items():
-                writers[split].write(tokens, records[records["valid"] == is_valid])
-            del tokens
-        token_file.unlink()  # never much more than one copy on disk
-        record_file.unlink()
-    for split, writer in writers.items():
-        writer.close()
+def _pack(partial: Path, plan: dict[str, Any], args: ShuffleArgs, common: dict[str, Any]) -> bool:
+    """Write this job's shards; if with them all are there, the manifests too. Returns whether they are."""
+    work = partial / "work"
+    out = work / "sorted"
+    missing = [str(i) for i in range(plan["buckets"]) if not bucket_path(out, i, "json").is_file()]
+    if missing:
+        raise UserError(f"{work}: stage sort is not done: {len(missing)} of {plan['buckets']} buckets are missing")
+    counts, skipped = _counts(partial, plan, out, args)
+    splits = {}
+    for name in _splits(args):
+        (partial / name).mkdir(exist_ok=True)
+        splits[name] = Split(out, plan["buckets"], name, partial / name, common["dtype"], args.shard_tokens)
+        if not splits[name].documents:
+            shutil.rmtree(partial)
+            hint = "; set valid_fraction higher, or 0 for no valid split" if name == "valid" else ""
+            raise UserError(
+                f"{common['source']}: no document for the {name} split ({counts.empty} empty, "
+                f"{counts.unreadable} unreadable){hint}"
+            )
+    counts.stored = sum(split.documents for split in splits.values())
+    if counts.read + counts.pieces != counts.stored + counts.empty + counts.unreadable + counts.duplicates:
+        raise UserError(f"{work}: documents are missing ({asdict(counts)}): delete the folder and prepare again")
+    number, n = args.share
+    jobs = [job for split in splits.values() for job in split.jobs][number::n]
+    with Progress(f"{common['source']}: writing shards", len(jobs), "tokens") as progress:
+        job: ShardJob
+        for job in run_in_order(pack_shard, _given, (None,), jobs, args.workers):
+            splits[job.split].free(job)
+            progress.advance(1, sum(last - first for _, first, last in job.tokens))
+    for name, split in splits.items():
+        shards = split.shards()
+        if shards is None:
+            return False
         manifest = Manifest(
             **common,
-            split=split,
-            tokens=sum(shard.tokens for shard in writer.shards),
-            documents=sum(shard.documents for shard in writer.shards),
-            bytes_of_text=writer.bytes_of_text,
-            empty_documents=left_out.empty,
-            skipped_count=left_out.bad,
-            skipped=left_out.listed,
-            shards=writer.shards,
+            split=name,
+            tokens=split.tokens,
+            documents=split.documents,
+            bytes_of_text=split.bytes,
+            empty_documents=counts.empty,
+            skipped_count=counts.unreadable,
+            skipped=skipped,
+            shards=shards,
+            counts=asdict(counts),
+            lengths=split.length_statistics(),
         )
-        if not manifest.documents:
-            hint = "; set valid_fraction higher, or 0 for no valid split" if split == "valid" else ""
-            raise UserError(
-                f"{common['source']}: no document for the {split} split ({left_out.empty} empty, "
-                f"{left_out.bad} unreadable){hint}"
-            )
-        manifest.save(partial / split)
-    return list(splits)
+        manifest.save(partial / name)
+    return True
+
+
+def _counts(partial: Path, plan: dict[str, Any], out: Path, args: ShuffleArgs) -> tuple[Counts, list[dict[str, Any]]]:
+    """The counts of all jobs, and the first unreadable documents; the whole list goes to ``skipped.jsonl``.
+
+    A duplicate that was split is dropped with its pieces, which then are no pieces more than before.
+    """
+    counts = Counts()
+    skipped: list[dict[str, Any]] = []
+    for i in range(plan["jobs"]):
+        folder = partial / "work" / f"part_{i:05d}"
+        state = load_state(folder)
+        assert state is not None
+        counts.add(state.counts)
+        skipped += [json.loads(line) for line in (folder / SKIPPED).read_text().splitlines()]
+    skipped.sort(key=lambda bad: (bad["path"], bad["line"]))
+    for i in range(plan["buckets"]):
+        said = json.loads(bucket_path(out, i, "json").read_text())
+        counts.duplicates += said["duplicates"]
+        counts.pieces -= said["duplicate_pieces"]
+    if skipped:
+        partial_list = partial / f"{SKIPPED}.partial"
+        partial_list.write_text("".join(json.dumps(bad) + "\n" for bad in skipped))
+        partial_list.replace(partial / SKIPPED)
+    return counts, skipped[:MAX_LISTED]

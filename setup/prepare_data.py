@@ -38,10 +38,16 @@ def prepare(args: PrepareArgs) -> None:
                 f"{manifest.folder}: {manifest.tokens:,} tokens, {manifest.documents:,} documents, "
                 f"{manifest.bytes_of_text / 1e6:.1f} MB of text, {len(manifest.shards)} shards"
             )
-            if split == "train" and manifest.skipped_count:
-                print(f"{name}: {manifest.skipped_count:,} unreadable lines left out, listed in the manifest")
-            if split == "train" and manifest.empty_documents:
-                print(f"{name}: {manifest.empty_documents:,} empty documents left out")
+            if split == "train":
+                for count, what in (
+                    (manifest.skipped_count, "unreadable lines left out, listed in skipped.jsonl"),
+                    (manifest.empty_documents, "empty documents left out"),
+                    (manifest.counts.get("duplicates", 0), "duplicates left out"),
+                    (manifest.counts.get("cut", 0), "documents cut"),
+                    (manifest.counts.get("pieces", 0), "documents more than there were, because long ones were split"),
+                ):
+                    if count:
+                        print(f"{name}: {count:,} {what}")
 
 
 if __name__ == "__main__":
