@@ -34,14 +34,14 @@ class ReplaceArgs:
 
 @dataclass
 class View:
-    """One way to split rows: the encoder sees ``visible_BT``, the loss asks for ``hidden_BS``.
+    """One way to split rows: the encoder sees ``visible_BT``, the loss asks for ``hidden_BM``.
 
     Both hold positions in the row, ascending, int64; ``B`` is a multiple of the number of rows when a mask
     and its inverse have equal lengths and are stacked into one batch (all masks first, then all inverses).
     """
 
     visible_BT: Tensor
-    hidden_BS: Tensor
+    hidden_BM: Tensor
 
 
 def hidden_count(seq_len: int, ratio: float) -> int:
@@ -68,7 +68,7 @@ def split_positions(rows_B: Tensor, seq_len: int, ratio: float, seed: int) -> Vi
     count = hidden_count(seq_len, ratio)
     positions_S = torch.arange(seq_len, device=rows_B.device)
     order_BS = counter_hash(seed, rows_B[:, None], positions_S).argsort(dim=1, stable=True)
-    return View(visible_BT=order_BS[:, count:].sort(dim=1).values, hidden_BS=order_BS[:, :count].sort(dim=1).values)
+    return View(visible_BT=order_BS[:, count:].sort(dim=1).values, hidden_BM=order_BS[:, :count].sort(dim=1).values)
 
 
 def complementary_views(rows_B: Tensor, seq_len: int, ratio: float, seed: int) -> list[View]:
@@ -78,13 +78,13 @@ def complementary_views(rows_B: Tensor, seq_len: int, ratio: float, seed: int) -
         one stacked view of 2B rows if both halves have the same length, else two views of B rows.
     """
     view = split_positions(rows_B, seq_len, ratio, seed)
-    inverse = View(visible_BT=view.hidden_BS, hidden_BS=view.visible_BT)
-    if view.hidden_BS.shape != view.visible_BT.shape:
+    inverse = View(visible_BT=view.hidden_BM, hidden_BM=view.visible_BT)
+    if view.hidden_BM.shape != view.visible_BT.shape:
         return [view, inverse]
     return [
         View(
             torch.cat((view.visible_BT, inverse.visible_BT)),
-            torch.cat((view.hidden_BS, inverse.hidden_BS)),
+            torch.cat((view.hidden_BM, inverse.hidden_BM)),
         )
     ]
 

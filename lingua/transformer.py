@@ -1,8 +1,8 @@
 """The backbone: a pre-norm bidirectional encoder, and a predictor that only cross-attends to it.
 
 RMSNorm, RoPE (half-split layout, as in Hugging Face), SwiGLU, no biases, no dropout. Shapes are written
-as suffixes: B rows, S positions, T positions of the keys, D width, H heads, K head size, F feed-forward
-width, V vocabulary.
+as suffixes: B rows, S positions, M hidden positions, T positions of the keys, D width, H heads, K head size,
+F feed-forward width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -276,22 +276,22 @@ class Predictor(nn.Module):
         # The output matrix is the embedding, of the encoder's width.
         self.out = nn.Identity() if dim == encoder.dim else nn.Linear(dim, encoder.dim, bias=False)
 
-    def forward(self, visible_BTD: Tensor, visible_BT: Tensor, hidden_BS: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, visible_BTD: Tensor, visible_BT: Tensor, hidden_BM: Tensor, mask: Tensor | None = None) -> Tensor:
         """Predicted states of the hidden positions.
 
         Args:
             visible_BTD: the encoder's output at the visible positions.
-            visible_BT, hidden_BS: positions in the row, int64.
+            visible_BT, hidden_BM: positions in the row, int64.
 
         Returns:
-            [B, S, D] of the encoder's width, ready for the output matrix.
+            [B, M, D] of the encoder's width, ready for the output matrix.
         """
-        rotary = rotary_angles(hidden_BS, self.head_dim, self.rope_theta)
+        rotary = rotary_angles(hidden_BM, self.head_dim, self.rope_theta)
         source_rotary = rotary_angles(visible_BT, self.head_dim, self.rope_theta)
-        x_BSD = self.mask_vector.expand(*hidden_BS.shape, -1)
+        x_BMD = self.mask_vector.expand(*hidden_BM.shape, -1)
         for layer in self.layers:
-            x_BSD = layer(x_BSD, visible_BTD, rotary, source_rotary, mask)
-        return self.out(self.norm(x_BSD))
+            x_BMD = layer(x_BMD, visible_BTD, rotary, source_rotary, mask)
+        return self.out(self.norm(x_BMD))
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ class Bert(nn.Module):
         Args:
             inputs_BS: tokens with the mask token in place (:func:`lingua.masking.mask_tokens`).
             tokens_BS: the original tokens.
-            view: ``hidden_BS`` are the masked positions.
+            view: ``hidden_BM`` are the masked positions.
             weight_B: 0.0 for rows that only pad the batch.
         """
         mask = None
@@ -50,8 +50,8 @@ class Bert(nn.Module):
             documents_BS = documents(tokens_BS, self.document_start)
             mask = same_document(documents_BS, documents_BS)
         x_BSD = self.encoder(inputs_BS, mask=mask)
-        x_BMD = x_BSD.gather(1, view.hidden_BS[..., None].expand(-1, -1, x_BSD.shape[-1]))
-        targets_BM = tokens_BS.gather(1, view.hidden_BS)
+        x_BMD = x_BSD.gather(1, view.hidden_BM[..., None].expand(-1, -1, x_BSD.shape[-1]))
+        targets_BM = tokens_BS.gather(1, view.hidden_BM)
         weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
         return cross_entropy(
             x_BMD.flatten(0, 1), self.encoder.embedding.weight, targets_BM.flatten(), weights_BM.flatten()

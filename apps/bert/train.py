@@ -51,14 +51,14 @@ def train(args: BertTrainArgs) -> None:
         optimizer = Optimizer(model, args.optim, steps)
 
         def validation_loss(tokens: Tensor, view: View) -> LossSum:
-            return model(mask_tokens(tokens, view.hidden_BS, mask_id, special_ids), tokens, view)
+            return model(mask_tokens(tokens, view.hidden_BM, mask_id, special_ids), tokens, view)
 
         for step, micro_batches in run.steps(model, optimizer):
             loss = targets = torch.zeros((), device=run.device)
             for rows in micro_batches:
                 view = split_positions(rows.index_B, rows.tokens_BS.shape[1], masking.hidden_ratio, args.seed)
                 inputs_BS = mask_tokens(
-                    rows.tokens_BS, view.hidden_BS, mask_id, special_ids,
+                    rows.tokens_BS, view.hidden_BM, mask_id, special_ids,
                     masking.replace, rows.index_B, args.seed, run.tokenizer.vocab_size,
                 )  # fmt: skip
                 with run.precision():

@@ -55,10 +55,10 @@ class CrossBert(nn.Module):
             documents_BS = documents(tokens_BS, self.document_start)
             visible_documents_BT = documents_BS.gather(1, view.visible_BT)
             encoder_mask = same_document(visible_documents_BT, visible_documents_BT)
-            predictor_mask = same_document(documents_BS.gather(1, view.hidden_BS), visible_documents_BT)
+            predictor_mask = same_document(documents_BS.gather(1, view.hidden_BM), visible_documents_BT)
         visible_BTD = self.encoder(tokens_BS.gather(1, view.visible_BT), view.visible_BT, encoder_mask)
-        x_BMD = self.predictor(visible_BTD, view.visible_BT, view.hidden_BS, predictor_mask)
-        targets_BM = tokens_BS.gather(1, view.hidden_BS)
+        x_BMD = self.predictor(visible_BTD, view.visible_BT, view.hidden_BM, predictor_mask)
+        targets_BM = tokens_BS.gather(1, view.hidden_BM)
         weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
         return cross_entropy(
             x_BMD.flatten(0, 1), self.encoder.embedding.weight, targets_BM.flatten(), weights_BM.flatten()

@@ -65,9 +65,9 @@ def measure(app: str, folder: Path) -> dict[str, Any]:
         "exact": {
             "shards": {split: _shard_hashes(data / "made_up" / split) for split in ("train", "valid")},
             "first_row_seen": seen[0][0][0].tolist(),
-            "first_row_hidden": seen[0][1].hidden_BS[0].tolist(),
+            "first_row_hidden": seen[0][1].hidden_BM[0].tolist(),
             "inputs": [sha256(inputs) for inputs, _ in first],
-            "hidden": [sha256(view.hidden_BS) for _, view in first],
+            "hidden": [sha256(view.hidden_BM) for _, view in first],
             "visible": [sha256(view.visible_BT) for _, view in first],
         },
         "close": {name: [record[name] for record in records if name in record] for name in names},

@@ -95,11 +95,11 @@ def test_nothing_of_a_hidden_token_reaches_encoder_or_predictor() -> None:
 
     def outputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         visible = model.encoder(tokens.gather(1, view.visible_BT), view.visible_BT)
-        return visible, model.predictor(visible, view.visible_BT, view.hidden_BS)
+        return visible, model.predictor(visible, view.visible_BT, view.hidden_BM)
 
     visible, predicted = outputs(tokens)
-    for slot in range(view.hidden_BS.shape[1]):
-        changed = tokens.scatter(1, view.hidden_BS[:, slot : slot + 1], 49)
+    for slot in range(view.hidden_BM.shape[1]):
+        changed = tokens.scatter(1, view.hidden_BM[:, slot : slot + 1], 49)
         assert all(torch.equal(a, b) for a, b in zip(outputs(changed), (visible, predicted), strict=True))
     # and the visible ones do reach both, so that the test can fail
     changed = tokens.scatter(1, view.visible_BT[:, :1], 49)
@@ -130,14 +130,14 @@ def test_isolated_documents_are_as_rows_of_their_own(kind: str) -> None:
     view = View(torch.tensor([[0, 2, 3, 8, 9, 11]]), torch.tensor([[1, 4, 5, 6, 7, 10]]))  # document 2 is hidden
     if kind == "bert":
         model = Bert(BertArgs(**shape), SPECIAL, 1, document_start=0).double()
-        call = lambda t, v: model(mask_tokens(t, v.hidden_BS, 4, SPECIAL), t, v)  # noqa: E731
+        call = lambda t, v: model(mask_tokens(t, v.hidden_BM, 4, SPECIAL), t, v)  # noqa: E731
     else:
         model = CrossBert(CrossBertArgs(**shape, predictor=PredictorArgs(n_layers=2)), SPECIAL, 1, 0).double()
         call = model
     whole, alone = call(tokens, view), []
     for start, length in zip(starts, lengths, strict=True):
         visible, hidden = (
-            part[(part >= start) & (part < start + length)][None] - start for part in (view.visible_BT, view.hidden_BS)
+            part[(part >= start) & (part < start + length)][None] - start for part in (view.visible_BT, view.hidden_BM)
         )
         if visible.numel() or kind == "bert":
             alone.append(call(tokens[:, start : start + length], View(visible, hidden)))
@@ -161,7 +161,7 @@ def slow_complementary_loss(model: CrossBert, tokens: torch.Tensor, views: list[
     for view in views:
         for i in range(len(view.visible_BT)):
             row = tokens[i % len(tokens)]
-            seen, hidden = view.visible_BT[i], view.hidden_BS[i]
+            seen, hidden = view.visible_BT[i], view.hidden_BM[i]
             states = model.encoder(row[seen][None], seen[None])
             for position in hidden:
                 if int(row[position]) in SPECIAL:
@@ -216,12 +216,12 @@ def test_bert_predicts_masked_positions_from_the_whole_row() -> None:
     model = Bert(BertArgs(dim=32, n_layers=2, n_heads=2, vocab_size=50, init_std=0.2), SPECIAL, seed=1)
     tokens, rows = tokens_and_rows()
     view = split_positions(rows, 12, 0.25, 0)
-    inputs = mask_tokens(tokens, view.hidden_BS, 4, SPECIAL)
+    inputs = mask_tokens(tokens, view.hidden_BM, 4, SPECIAL)
     loss, targets = model(inputs, tokens, view)
     logits = model.encoder(inputs) @ model.encoder.embedding.weight.T
     expected, count = 0.0, 0
     for i, row in enumerate(tokens):
-        for position in view.hidden_BS[i]:
+        for position in view.hidden_BM[i]:
             if int(row[position]) not in SPECIAL:
                 expected -= float(logits[i, position].log_softmax(0)[row[position]])
                 count += 1
@@ -247,7 +247,7 @@ def test_eight_rows_are_learnt_by_heart(kind: str) -> None:
         call = lambda: model(tokens, view)  # noqa: E731
     else:
         model = Bert(BertArgs(**shape), SPECIAL)
-        call = lambda: model(mask_tokens(tokens, view.hidden_BS, 4, SPECIAL), tokens, view)  # noqa: E731
+        call = lambda: model(mask_tokens(tokens, view.hidden_BM, 4, SPECIAL), tokens, view)  # noqa: E731
     adam = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(300):
         part = call()

@@ -19,22 +19,22 @@ from lingua.masking import (
 @pytest.mark.parametrize(("ratio", "hidden"), [(0.2, 102), (0.5, 256), (0.65, 333), (0.15, 77)])
 def test_every_row_hides_exactly_the_same_number(ratio: float, hidden: int) -> None:
     view = split_positions(torch.arange(50), 512, ratio, seed=1)
-    assert view.hidden_BS.shape == (50, hidden)
-    both = torch.cat((view.hidden_BS, view.visible_BT), dim=1).sort(dim=1).values
+    assert view.hidden_BM.shape == (50, hidden)
+    both = torch.cat((view.hidden_BM, view.visible_BT), dim=1).sort(dim=1).values
     assert (both == torch.arange(512)).all()
-    assert (view.hidden_BS.diff(dim=1) > 0).all()
+    assert (view.hidden_BM.diff(dim=1) > 0).all()
     assert (view.visible_BT.diff(dim=1) > 0).all()
 
 
 def test_a_row_hides_its_positions_of_smallest_hash() -> None:
     view = split_positions(torch.tensor([41]), 10, 0.3, seed=9)
     hashes = [counter_hash(9, 41, position) for position in range(10)]
-    assert view.hidden_BS[0].tolist() == sorted(np.argsort(hashes)[:3].tolist())
+    assert view.hidden_BM[0].tolist() == sorted(np.argsort(hashes)[:3].tolist())
 
 
 def test_every_position_is_hidden_equally_often() -> None:
     rows, seq_len, ratio = 20_000, 32, 0.25
-    counts = torch.bincount(split_positions(torch.arange(rows), seq_len, ratio, 0).hidden_BS.flatten())
+    counts = torch.bincount(split_positions(torch.arange(rows), seq_len, ratio, 0).hidden_BM.flatten())
     expected = rows * ratio
     deviation = (rows * ratio * (1 - ratio)) ** 0.5
     assert (counts - expected).abs().max() < 4 * deviation
@@ -44,7 +44,7 @@ def test_masks_do_not_depend_on_batch_size_or_order() -> None:
     whole = split_positions(torch.arange(64), 64, 0.5, 3)
     for rows in (torch.tensor([5]), torch.tensor([63, 0, 5]), torch.arange(3, 20)):
         part = split_positions(rows, 64, 0.5, 3)
-        assert (part.hidden_BS == whole.hidden_BS[rows]).all()
+        assert (part.hidden_BM == whole.hidden_BM[rows]).all()
 
 
 def test_masks_are_the_same_in_numpy_as_another_device_would_be() -> None:
@@ -52,17 +52,17 @@ def test_masks_are_the_same_in_numpy_as_another_device_would_be() -> None:
     rows, positions = np.arange(30, dtype=np.int64)[:, None], np.arange(40, dtype=np.int64)
     order = np.argsort(counter_hash(4, rows, positions), axis=1, kind="stable")
     view = split_positions(torch.arange(30), 40, 0.5, 4)
-    assert (np.sort(order[:, :20], axis=1) == view.hidden_BS.numpy()).all()
+    assert (np.sort(order[:, :20], axis=1) == view.hidden_BM.numpy()).all()
 
 
 @pytest.mark.parametrize("seq_len", [64, 65])
 @pytest.mark.parametrize("ratio", [0.5, 0.65])
 def test_complementary_views_hide_every_position_exactly_once(seq_len: int, ratio: float) -> None:
     views = complementary_views(torch.arange(7), seq_len, ratio, 2)
-    hidden = [part for view in views for part in view.hidden_BS.split(7)]
+    hidden = [part for view in views for part in view.hidden_BM.split(7)]
     assert (torch.cat(hidden, dim=1).sort(dim=1).values == torch.arange(seq_len)).all()
     for view in views:
-        both = torch.cat((view.hidden_BS, view.visible_BT), dim=1).sort(dim=1).values
+        both = torch.cat((view.hidden_BM, view.visible_BT), dim=1).sort(dim=1).values
         assert (both == torch.arange(seq_len)).all()
     assert len(views) == (1 if seq_len == 64 and ratio == 0.5 else 2)
 
@@ -87,7 +87,7 @@ def test_80_10_10() -> None:
     special = (0, 1, 2, 3, 4)
     tokens = 5 + torch.arange(rows * seq_len).reshape(rows, seq_len) % 95
     index = torch.arange(rows)
-    hidden = split_positions(index, seq_len, 0.25, 0).hidden_BS
+    hidden = split_positions(index, seq_len, 0.25, 0).hidden_BM
     replace = ReplaceArgs(random_fraction=0.1, keep_fraction=0.1)
     inputs = mask_tokens(tokens, hidden, 4, special, replace, index, 0, vocab)
     shown, original = inputs.gather(1, hidden), tokens.gather(1, hidden)
