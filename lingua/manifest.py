@@ -151,8 +151,8 @@ def _check_sizes(manifest: Manifest) -> None:
 
 
 def verify(folder: str | Path) -> Manifest:
-    """:func:`load_manifest`, and read every byte: checksums, ids below the vocabulary size, and document
-    offsets that rise to the end of the shard. Raises UserError."""
+    """:func:`load_manifest`, and read every byte: checksums, ids below the vocabulary size, document
+    offsets that rise to the end of the shard, and totals that are the shards' sums. Raises UserError."""
     manifest = load_manifest(folder)
     for i, shard in enumerate(manifest.shards):
         for file, expected in (
@@ -172,4 +172,8 @@ def verify(folder: str | Path) -> Manifest:
         ends = manifest.open_docs(i)
         if ends[-1] != shard.tokens or (ends[1:] <= ends[:-1]).any():
             raise UserError(f"{manifest.docs_path(i)}: document ends do not rise to {shard.tokens}; {AGAIN}")
+    for key in ("tokens", "documents"):
+        total, found = getattr(manifest, key), sum(getattr(shard, key) for shard in manifest.shards)
+        if total != found:
+            raise UserError(f"{folder}: the manifest gives {total} {key}, its shards hold {found}; {AGAIN}")
     return manifest

@@ -1,0 +1,92 @@
+"""Rows as the model sees them, as text: ``python -m lingua.inspect data.root_dir=DIR``.
+
+Every document begins on a new line. What a view hides is in colour on a terminal and between ``⟦`` and ``⟧``
+elsewhere; with the run's ``seed`` and ``data`` settings these are the rows and the masks of that run
+(of its first phase, if it has several).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import TextIO
+
+import numpy as np
+import torch
+
+from lingua.args import cli
+from lingua.data import DataArgs, TokenStream
+from lingua.errors import UserError
+from lingua.masking import split_positions
+from lingua.tokenizer import Tokenizer, build_tokenizer
+
+SPECIAL, HIDDEN, HEADING, PLAIN = "\033[2;36m", "\033[1;97;41m", "\033[1m", "\033[0m"
+
+
+@dataclass
+class InspectArgs:
+    """Prints rows ``first`` to ``first + rows - 1`` of the training stream."""
+
+    data: DataArgs = field(default_factory=DataArgs)
+    first: int = 0  # number of the first row
+    rows: int = 2  # how many
+    hidden_ratio: float = 0.5  # share of positions that the view hides; 0: none
+    inverse: bool = False  # the other one of two complementary views
+    seed: int = 0  # of the run: of its masks and later epochs
+    color: str = "auto"  # always | never | auto: on a terminal, unless NO_COLOR is set
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.rows < 1:
+            raise UserError(f"first={self.first} rows={self.rows}: expected at least 0 and at least 1")
+        if self.color not in ("always", "never", "auto"):
+            raise UserError(f"color={self.color}: expected always, never or auto")
+
+
+def inspect(args: InspectArgs, out: TextIO | None = None) -> None:
+    """Print the rows to ``out`` (standard output). Raises UserError if the data or the ratio is unusable."""
+    out = sys.stdout if out is None else out
+    tokenizer = build_tokenizer(args.data.tokenizer)
+    stream = TokenStream(args.data, tokenizer, args.seed)
+    in_color = args.color == "always" or (args.color == "auto" and out.isatty() and "NO_COLOR" not in os.environ)
+    for index in range(args.first, args.first + args.rows):
+        ids = stream.row(index).astype(np.int64)
+        hidden = np.zeros(len(ids), bool)
+        if args.hidden_ratio:
+            view = split_positions(torch.tensor([index]), len(ids), args.hidden_ratio, args.seed)
+            hidden[view.hidden_BS[0].numpy()] = True
+            hidden ^= args.inverse
+        borders = int((ids[1:] == tokenizer.bos_id).sum())
+        heading = f"row {index}: {len(ids)} tokens, {borders} documents begin in it, {int(hidden.sum())} tokens hidden"
+        print(f"{HEADING}{heading}{PLAIN}" if in_color else heading, file=out)
+        print(marked(ids, hidden, tokenizer, in_color) + "\n", file=out)
+
+
+def marked(ids: np.ndarray, hidden: np.ndarray, tokenizer: Tokenizer, in_color: bool) -> str:
+    """The text of ``ids`` [S], a new line before every document, with the positions ``hidden`` [S] marked."""
+    special = np.isin(ids, tokenizer.special_ids)
+    kind = 2 * special + hidden
+    breaks = np.flatnonzero((kind[1:] != kind[:-1]) | (ids[1:] == tokenizer.bos_id) | special[1:]) + 1
+    parts = []
+    document = 0  # where the current one begins
+    for first, last in zip([0, *breaks.tolist()], [*breaks.tolist(), len(ids)], strict=True):
+        if ids[first] == tokenizer.bos_id:
+            document = first
+            parts.append("\n" if first else "")
+        text = _text(ids[document:last], first - document, tokenizer)
+        if hidden[first]:
+            parts.append(f"{HIDDEN}{text}{PLAIN}" if in_color else f"⟦{text}⟧")
+        else:
+            parts.append(f"{SPECIAL}{text}{PLAIN}" if in_color and special[first] else text)
+    return "".join(parts)
+
+
+def _text(ids: np.ndarray, skip: int, tokenizer: Tokenizer) -> str:
+    """What ``ids[skip:]`` adds to the text of ``ids[:skip]``: some tokenizers drop the space before a run."""
+    whole, before = tokenizer.decode(ids), tokenizer.decode(ids[:skip])
+    # a run may begin inside a character of several bytes
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids[skip:])
+
+
+if __name__ == "__main__":
+    cli(InspectArgs, inspect, "python -m lingua.inspect")
