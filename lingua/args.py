@@ -2,7 +2,7 @@
 
 The dataclass beside the code it configures is the schema. An unknown key is an error that names the
 nearest known one, a wrong type says what was expected, and ``--help`` prints every field with its
-type, its default and the comment that stands beside it in the source.
+type, its default and the comments that stand beside and above it in the source.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import os
 import sys
 import tokenize
 import typing
@@ -46,7 +47,7 @@ def parse(cls: type[T], argv: list[str]) -> T:
             path = value
         else:
             words.append(word)
-    layers = [] if path is None else [(path, _read_yaml(path))]
+    layers = [] if path is None else [(path, read_yaml(path))]
     try:
         layers.append(("the command line", OmegaConf.to_container(OmegaConf.from_dotlist(words))))
     except Exception as error:  # OmegaConf lets its parser's exceptions through
@@ -107,7 +108,7 @@ def to_dict(args: Any) -> dict[str, Any]:
 
 
 def help_text(cls: type, usage: str) -> str:
-    """Every field of ``cls`` with type, default and the comment beside it in the source."""
+    """Every field of ``cls`` with type, default and its comments in the source: beside it, and above it as lines."""
     lines = [f"usage: {usage} [config=FILE.yaml] [key=value ...]", ""]
     doc = inspect.getdoc(cls)
     if doc and not doc.startswith(cls.__name__ + "("):
@@ -122,7 +123,10 @@ def cli(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str] | Non
     """
     argv = sys.argv[1:] if argv is None else argv
     if any(word in ("-h", "--help", "help") for word in argv):
-        print(help_text(cls, usage))
+        try:
+            print(help_text(cls, usage), flush=True)
+        except BrokenPipeError:  # the reader, such as head, has seen enough; Python would flush once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     try:
         run(parse(cls, argv))
@@ -133,15 +137,17 @@ def cli(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str] | Non
         raise SystemExit(130) from None
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML file as nested dicts. Raises UserError if it is missing, empty, not YAML, or not a mapping."""
     if not Path(path).is_file():
-        raise UserError(f"config={path}: no such file")
+        raise UserError(f"{path}: no such file; expected a YAML config")
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # yaml's own errors and OmegaConf's
-        raise UserError(f"config={path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"config={path}: expected a mapping of keys to values, found a {type(values).__name__}")
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict) or not values:
+        found = f"a {type(values).__name__}" if values else "an empty file"
+        raise UserError(f"{path}: expected a YAML mapping of keys to values, found {found}")
     return typing.cast("dict[str, Any]", values)
 
 
@@ -157,7 +163,9 @@ def _help_lines(cls: type, prefix: str) -> typing.Iterator[str]:
     hints, comments = typing.get_type_hints(cls), field_comments(cls)
     for field in dataclasses.fields(cls):
         inner = _dataclass_of(hints[field.name])
-        comment = f"  # {comments[field.name]}" if comments.get(field.name) else ""
+        above, beside = comments[field.name]
+        yield from (f"  # {line}" for line in above)
+        comment = f"  # {beside}" if beside else ""
         if inner:
             yield f"{prefix}{field.name}:{comment}"
             name = ".NAME" if typing.get_origin(hints[field.name]) is dict else ""
@@ -173,9 +181,9 @@ def _help_lines(cls: type, prefix: str) -> typing.Iterator[str]:
         yield f"  {prefix}{field.name}: {kind} = {shown}{comment}"
 
 
-def field_comments(cls: type) -> dict[str, str]:
-    """The comment at the end of each field's line, or on the lines straight above it, by field name."""
-    comments: dict[str, str] = {}
+def field_comments(cls: type) -> dict[str, tuple[list[str], str]]:
+    """By field name: the lines of comment straight above it, and the comment at the end of its line."""
+    comments: dict[str, tuple[list[str], str]] = {}
     for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
         source = inspect.cleandoc("\n" + inspect.getsource(base))
         found = {
@@ -190,8 +198,8 @@ def field_comments(cls: type) -> dict[str, str]:
             while line in found and found[line][0]:
                 above.insert(0, found[line][1])
                 line -= 1
-            beside = [found[node.end_lineno][1]] if node.end_lineno in found else []
-            comments[node.target.id] = " ".join(above + beside)
+            beside = found[node.end_lineno][1] if node.end_lineno in found else ""
+            comments[node.target.id] = (above, beside)
     return comments
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 from lingua.args import build, cli, help_text, parse, to_yaml
 from lingua.errors import UserError
+from tests.support import ROOT
 
 
 @dataclass
@@ -21,9 +24,9 @@ class Outer:
 
     path: str = "???"  # where it lies
     rate: float = 0.5
-    # how long,
-    # in steps
-    steps: int | None = None
+    # Length: one of these,
+    # not both.
+    steps: int | None = None  # how many
     inner: Inner = field(default_factory=Inner)
 
     def __post_init__(self) -> None:
@@ -54,7 +57,7 @@ def test_resolved_yaml_gives_the_same_args(tmp_path: Path) -> None:
         ([], "no value for path"),
         (["path=a", "rate=-1"], "rate=-1.0: expected 0 or more"),
         (["path"], "'path' is not of the form key=value"),
-        (["config=nowhere.yaml"], "config=nowhere.yaml: no such file"),
+        (["config=nowhere.yaml"], r"nowhere\.yaml: no such file"),
         (["path=a", "inner=3"], "the command line: inner is a section with keys of its own, found 3"),
         (["path=a", "inner.names={a"], "cannot read the arguments"),
     ],
@@ -64,19 +67,30 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
         parse(Outer, words)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [1", "not valid YAML"), ("- 1", "expected a mapping")])
-def test_bad_yaml_is_named(tmp_path: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [1", "not valid YAML"),
+        (b"- 1", "expected a YAML mapping of keys to values, found a list"),
+        (b"", "found an empty file"),
+        (b"# only this\n", "found an empty file"),
+        (b"\xff\xfe\x00", "not valid YAML"),
+    ],
+)
+def test_bad_yaml_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text(text)
-    with pytest.raises(UserError, match=message):
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
         parse(Outer, [f"config={file}"])
+    assert str(error.value).startswith(f"{file}: ")
+    assert "\n" not in str(error.value)
 
 
 def test_help_lists_every_field_with_type_default_and_comment() -> None:
     text = help_text(Outer, "prog")
     assert "path: str = required  # where it lies" in text
     assert "rate: float = 0.5" in text
-    assert "steps: int | None = None  # how long, in steps" in text
+    assert "\n  # Length: one of these,\n  # not both.\n  steps: int | None = None  # how many\n" in text
     assert "inner.width: int = 8  # how wide" in text
     assert "An example." in text
 
@@ -90,3 +104,18 @@ def test_cli_prints_one_line_for_a_user_error(capsys: pytest.CaptureFixture) -> 
 
 def test_build_from_dicts() -> None:
     assert build(Outer, ("here", {"path": "x"})).path == "x"
+
+
+def test_help_into_a_pipe_that_closes_early_is_silent() -> None:
+    program = (
+        "from lingua import args\n"
+        "args.help_text = lambda *_: 'many words\\n' * 100_000\n"  # more than a pipe holds
+        "args.cli(object, print, 'prog', ['--help'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "many words\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
