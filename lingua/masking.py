@@ -25,7 +25,7 @@ class ReplaceArgs:
 
     def __post_init__(self) -> None:
         random, keep = self.random_fraction, self.keep_fraction
-        if random < 0 or keep < 0 or random + keep > 1:
+        if not (random >= 0 and keep >= 0 and random + keep <= 1):
             raise UserError(
                 f"masking.replace.random_fraction={random} and keep_fraction={keep}: "
                 "both must be 0 or more, and at most 1 together"
@@ -48,13 +48,17 @@ def hidden_count(seq_len: int, ratio: float) -> int:
     """How many of ``seq_len`` positions a ratio hides: ``round(seq_len * ratio)``, at least 1 on each side.
 
     Raises:
-        UserError: the ratio leaves nothing hidden or nothing visible.
+        UserError: no ratio between 0 and 1, or one that leaves nothing hidden or nothing visible.
     """
+    if not 0.0 < ratio < 1.0:
+        raise UserError(f"hidden ratio {ratio}: expected a number above 0 and below 1")
     count = round(seq_len * ratio)
-    if not 0.0 < ratio < 1.0 or not 1 <= count <= seq_len - 1:
+    if seq_len < 2:
+        raise UserError(f"data.seq_len={seq_len}: a row needs at least 2 positions, one to hide and one to see")
+    if not 1 <= count <= seq_len - 1:
         raise UserError(
-            f"hidden ratio {ratio} on rows of {seq_len} hides {count} positions: "
-            "at least one must be hidden and one visible; give a ratio strictly between 0 and 1"
+            f"hidden ratio {ratio} on rows of {seq_len} positions hides {count} of them: at least one must be hidden "
+            f"and one visible; a ratio from {1 / seq_len:.6g} to {1 - 1 / seq_len:.6g} does that, or give longer rows"
         )
     return count
 

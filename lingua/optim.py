@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lingua.errors import UserError
+from lingua.errors import UserError, check_fields
 
 
 @dataclass
@@ -30,12 +30,19 @@ class OptimArgs:
     def __post_init__(self) -> None:
         if self.scheduler not in ("cosine", "wsd", "constant"):
             raise UserError(f"optim.scheduler={self.scheduler}: expected cosine, wsd or constant")
-        if not 0.0 <= self.min_lr <= self.lr:
-            raise UserError(f"optim.min_lr={self.min_lr} must lie between 0 and optim.lr={self.lr}")
-        if not 0.0 <= self.decay_fraction <= 1.0:
-            raise UserError(f"optim.decay_fraction={self.decay_fraction}: expected a share between 0 and 1")
-        if self.max_nonfinite < 1:
-            raise UserError(f"optim.max_nonfinite={self.max_nonfinite}: expected at least 1")
+        checks = {
+            "lr": (0.0 < self.lr < math.inf, "a finite number above 0"),
+            "min_lr": (0.0 <= self.min_lr <= self.lr, f"a number between 0 and optim.lr={self.lr}"),
+            "beta1": (0.0 <= self.beta1 < 1.0, "at least 0 and less than 1"),
+            "beta2": (0.0 <= self.beta2 < 1.0, "at least 0 and less than 1"),
+            "epsilon": (0.0 < self.epsilon < math.inf, "a finite number above 0"),
+            "weight_decay": (0.0 <= self.weight_decay < math.inf, "a finite number, 0 or more"),
+            "clip": (0.0 <= self.clip < math.inf, "a finite number, 0 (no clipping) or more"),
+            "warmup": (self.warmup >= -1, "a number of steps, or -1"),
+            "decay_fraction": (0.0 <= self.decay_fraction <= 1.0, "a share between 0 and 1"),
+            "max_nonfinite": (self.max_nonfinite >= 1, "at least 1"),
+        }
+        check_fields("optim", self, checks)
 
 
 def learning_rate(step: int, steps: int, args: OptimArgs) -> float:

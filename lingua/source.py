@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,8 @@ def interleave(weights: list[float]) -> np.ndarray:
     """
     if len(weights) > PERIOD:
         raise UserError(f"data.sources: {len(weights)} sources, at most {PERIOD} can be mixed")
+    if not (min(weights) > 0 and math.isfinite(sum(weights))):
+        raise UserError(f"data.sources: weights {', '.join(map(str, weights))}: expected finite numbers above 0")
     exact = np.array(weights, dtype=np.float64) / sum(weights) * PERIOD
     counts = np.maximum(1, np.floor(exact)).astype(np.int64)
     while (missing := PERIOD - int(counts.sum())) != 0:

@@ -7,6 +7,7 @@ F feed-forward width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lingua.attention import attention
-from lingua.errors import UserError
+from lingua.errors import UserError, check_fields
 from lingua.hashing import counter_hash, text_hash
 
 
@@ -34,18 +35,23 @@ class TransformerArgs:
     init_residual: bool = False  # divide the std of wo and w2 by sqrt(2 layers), as GPT-2 does (not in the paper)
 
     def __post_init__(self) -> None:
+        checks = {
+            "dim": (self.dim >= 1, "at least 1"),
+            "n_layers": (self.n_layers >= 1, "at least one block"),
+            "n_heads": (self.n_heads >= 1, "at least 1"),
+            "vocab_size": (self.vocab_size == -1 or self.vocab_size >= 1, "at least 1, or -1 for the tokenizer's"),
+            "rope_theta": (0.0 < self.rope_theta < math.inf, "a finite number above 0"),
+            "norm_eps": (0.0 < self.norm_eps < math.inf, "a finite number above 0"),
+            "init_std": (0.0 <= self.init_std < math.inf, "a finite number, 0 or more"),
+            "init_truncate": (0.0 <= self.init_truncate < math.inf, "a finite number, 0 (keep all) or more"),
+        }
+        check_fields("model", self, checks)
         check_heads("model", self.dim, self.n_heads)
-        if self.n_layers < 1:
-            raise UserError(f"model.n_layers={self.n_layers}: at least one block is needed")
-        if self.init_std < 0 or self.init_truncate < 0:
-            raise UserError(
-                f"model.init_std={self.init_std} and model.init_truncate={self.init_truncate}: neither may be negative"
-            )
 
 
 def check_heads(name: str, dim: int, n_heads: int) -> None:
     """Raise UserError unless ``dim`` splits into ``n_heads`` heads of an even size."""
-    if n_heads < 1 or dim % n_heads:
+    if dim % n_heads:
         raise UserError(f"{name}.dim={dim} does not split into {name}.n_heads={n_heads} equal heads")
     if dim // n_heads % 2:
         raise UserError(
@@ -231,6 +237,14 @@ class PredictorArgs:
     n_layers: int = 6  # cross-attention blocks
     n_heads: int = -1  # attention heads
 
+    def __post_init__(self) -> None:
+        checks = {
+            "dim": (self.dim == -1 or self.dim >= 1, "at least 1, or -1 for the encoder's"),
+            "n_layers": (self.n_layers >= 1, "at least one block"),
+            "n_heads": (self.n_heads == -1 or self.n_heads >= 1, "at least 1, or -1 for the encoder's"),
+        }
+        check_fields("model.predictor", self, checks)
+
 
 class PredictorBlock(nn.Module):
     """Pre-norm cross-attention and feed-forward. No self-attention: hidden positions never see each other."""
@@ -265,8 +279,6 @@ class Predictor(nn.Module):
         dim = encoder.dim if args.dim == -1 else args.dim
         n_heads = encoder.n_heads if args.n_heads == -1 else args.n_heads
         check_heads("model.predictor", dim, n_heads)
-        if args.n_layers < 1:
-            raise UserError(f"model.predictor.n_layers={args.n_layers}: at least one block is needed")
         self.head_dim, self.rope_theta = dim // n_heads, encoder.rope_theta
         self.mask_vector = nn.Parameter(torch.empty(dim))
         self.layers = nn.ModuleList(

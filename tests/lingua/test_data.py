@@ -3,6 +3,8 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
+import re
 import shutil
 import weakref
 from collections import Counter
@@ -132,6 +134,12 @@ def test_a_source_of_tiny_weight_still_comes() -> None:
     assert len(interleave([1.0] * 1024)) == PERIOD
     with pytest.raises(UserError, match="1025 sources"):
         interleave([1.0] * 1025)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0, -1.0, 1.7e308])
+def test_weights_that_cannot_be_shares_are_refused(bad: float) -> None:
+    with pytest.raises(UserError, match=rf"data\.sources: weights 1\.0, {re.escape(str(bad))}, .*expected finite"):
+        interleave([1.0, bad, 1e308])
 
 
 def test_mixed_rows_come_from_their_sources_in_order(two_sources: Path, tokenizer) -> None:

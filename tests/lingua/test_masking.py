@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -67,10 +69,20 @@ def test_complementary_views_hide_every_position_exactly_once(seq_len: int, rati
     assert len(views) == (1 if seq_len == 64 and ratio == 0.5 else 2)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0, -0.1, 1.5, 0.001, 0.999])
-def test_a_ratio_that_leaves_a_side_empty_is_refused(ratio: float) -> None:
-    with pytest.raises(UserError, match=f"hidden ratio {ratio}"):
+@pytest.mark.parametrize("ratio", [0.0, 1.0, -0.1, 1.5, math.nan, math.inf])
+def test_what_is_no_share_is_refused(ratio: float) -> None:
+    with pytest.raises(UserError, match=f"hidden ratio {ratio}: expected a number above 0 and below 1"):
         hidden_count(64, ratio)
+
+
+@pytest.mark.parametrize(("ratio", "count"), [(0.001, 0), (0.999, 64)])
+def test_a_ratio_that_leaves_a_side_empty_is_refused(ratio: float, count: int) -> None:
+    message = rf"hidden ratio {ratio} on rows of 64 positions hides {count} of them.* from 0\.015625 to 0\.984375 does"
+    with pytest.raises(UserError, match=message):
+        hidden_count(64, ratio)
+    assert (hidden_count(64, 0.015625), hidden_count(64, 0.984375)) == (1, 63)  # what the message advises
+    with pytest.raises(UserError, match=r"data\.seq_len=1: a row needs at least 2"):
+        hidden_count(1, ratio)
 
 
 def test_special_tokens_are_neither_masked_nor_targets() -> None:
@@ -107,3 +119,7 @@ def test_80_10_10() -> None:
 def test_replacement_shares_are_checked() -> None:
     with pytest.raises(UserError, match=r"random_fraction=0\.6.*keep_fraction=0\.5"):
         ReplaceArgs(random_fraction=0.6, keep_fraction=0.5)
+    for field in ("random_fraction", "keep_fraction"):
+        for bad in (-0.1, math.nan, math.inf):
+            with pytest.raises(UserError, match=f"{field}={bad}"):
+                ReplaceArgs(**{field: bad})

@@ -134,8 +134,16 @@ def test_many_in_a_row_end_the_run_even_if_looked_at_later() -> None:
     ("changes", "message"),
     [
         ({"scheduler": "linear"}, "optim.scheduler=linear: expected cosine, wsd or constant"),
-        ({"min_lr": 1.0}, "optim.min_lr=1.0 must lie between 0 and optim.lr=0.0006"),
+        ({"min_lr": 1.0}, "optim.min_lr=1.0: expected a number between 0 and optim.lr=0.0006"),
+        ({"min_lr": math.nan}, "optim.min_lr=nan"),
+        *(({"lr": bad}, f"optim.lr={bad}: expected") for bad in (0.0, -1.0, math.inf, math.nan)),
+        *(({beta: bad}, f"optim.{beta}={bad}") for beta in ("beta1", "beta2") for bad in (-0.1, 1.0, math.nan)),
+        *(({"epsilon": bad}, f"optim.epsilon={bad}") for bad in (0.0, -1.0, math.inf, math.nan)),
+        *(({"weight_decay": bad}, f"optim.weight_decay={bad}") for bad in (-0.1, math.inf, math.nan)),
+        *(({"clip": bad}, f"optim.clip={bad}") for bad in (-0.1, math.inf, math.nan)),
+        ({"warmup": -2}, "optim.warmup=-2"),
         ({"decay_fraction": 1.5}, "optim.decay_fraction=1.5"),
+        ({"decay_fraction": math.nan}, "optim.decay_fraction=nan"),
         ({"max_nonfinite": 0}, "optim.max_nonfinite=0"),
     ],
 )

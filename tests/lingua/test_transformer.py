@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import inf, nan
+
 import pytest
 import torch
 
@@ -183,8 +185,16 @@ def test_truncated_and_residual_scaled_initial_weights() -> None:
     [
         ({"dim": 100, "n_heads": 3}, r"model\.dim=100 does not split into model\.n_heads=3"),
         ({"dim": 36, "n_heads": 4}, "gives heads of 9: .*must be even"),
+        ({"dim": 0}, r"model\.dim=0: expected at least 1"),
+        ({"dim": -64, "n_heads": 2}, r"model\.dim=-64"),
+        ({"n_heads": 0}, r"model\.n_heads=0: expected at least 1"),
         ({"n_layers": 0}, r"model\.n_layers=0"),
-        ({"init_std": -0.1}, r"model\.init_std=-0\.1 .* neither may be negative"),
+        ({"vocab_size": 0}, r"model\.vocab_size=0: expected at least 1, or -1"),
+        ({"vocab_size": -2}, r"model\.vocab_size=-2"),
+        *(({"rope_theta": bad}, rf"model\.rope_theta={bad}: expected a finite number") for bad in (0.0, inf, nan)),
+        *(({"norm_eps": bad}, rf"model\.norm_eps={bad}: expected a finite number") for bad in (0.0, -1.0, inf, nan)),
+        *(({"init_std": bad}, rf"model\.init_std={bad}: expected a finite number") for bad in (-0.1, inf, nan)),
+        *(({"init_truncate": bad}, rf"model\.init_truncate={bad}: expected") for bad in (-0.1, inf, nan)),
     ],
 )
 def test_impossible_shapes_are_refused(shape: dict, message: str) -> None:
@@ -197,5 +207,6 @@ def test_impossible_predictors_are_refused() -> None:
 
     with pytest.raises(UserError, match=r"model\.predictor\.dim=30 does not split into model\.predictor\.n_heads=4"):
         CrossBert(CrossBertArgs(**SHAPE, predictor=PredictorArgs(dim=30)))
-    with pytest.raises(UserError, match=r"model\.predictor\.n_layers=0"):
-        CrossBert(CrossBertArgs(**SHAPE, predictor=PredictorArgs(n_layers=0)))
+    for field, bad in (("dim", 0), ("dim", -2), ("n_layers", 0), ("n_layers", -1), ("n_heads", 0), ("n_heads", -2)):
+        with pytest.raises(UserError, match=rf"model\.predictor\.{field}={bad}: expected at least"):
+            PredictorArgs(**{field: bad})
