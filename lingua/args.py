@@ -13,6 +13,7 @@ import difflib
 import inspect
 import io
 import os
+import signal
 import sys
 import tokenize
 import typing
@@ -122,6 +123,7 @@ def cli(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str] | Non
     Exit status: 0 done, 2 user error, 130 interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # apps/__init__.py
     if any(word in ("-h", "--help", "help") for word in argv):
         try:
             print(help_text(cls, usage), flush=True)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -31,11 +30,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from lingua.args import read_yaml
 from lingua.errors import UserError
 from lingua.transformer import Encoder, TransformerArgs
 
 log = logging.getLogger(__name__)
 COMPLETE = "COMPLETE"
+STATE_VERSION = 1  # of what state.json holds
 
 
 @dataclass
@@ -75,7 +76,7 @@ def save(
         model_state, optimizer_state = get_state_dict(model, optimizer)
         with _quiet():
             dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=True)
-        (folder / "state.json").write_text(json.dumps(state, indent=1))
+        (folder / "state.json").write_text(json.dumps({"version": STATE_VERSION, **state}, indent=1))
         (folder / "config.yaml").write_text(config_yaml)
         files = {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -135,8 +136,10 @@ def find_damage(folder: Path, checksums: bool = False) -> str | None:
         return f"no {COMPLETE} file: it was still being written when the run stopped"
     try:
         files = json.loads(listing.read_text())
-    except ValueError:
-        return f"{COMPLETE} is not readable JSON"
+        if "state.json" not in files or not all(file.keys() >= {"bytes", "sha256"} for file in files.values()):
+            raise TypeError
+    except (ValueError, TypeError, AttributeError):
+        return f"{COMPLETE} is not the list of files it should be"
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
@@ -148,9 +151,28 @@ def find_damage(folder: Path, checksums: bool = False) -> str | None:
     return None
 
 
+def newest(run: Path) -> Path | None:
+    """The newest checkpoint of a run folder whose every byte is as it was written, or None.
+
+    Damaged ones are named in the log; the one before is taken.
+    """
+    for folder in reversed(complete_checkpoints(run)):
+        damage = find_damage(folder, checksums=True)
+        if damage is None:
+            return folder
+        log.warning("checkpoint %s is not used: %s", folder, damage)
+    return None
+
+
 def read_state(folder: Path) -> dict[str, Any]:
-    """The ``state`` that was saved with a checkpoint."""
-    return json.loads((folder / "state.json").read_text())
+    """The ``state`` that was saved with a checkpoint. Raises UserError if another version of the code wrote it."""
+    state = json.loads((folder / "state.json").read_text())
+    if state.get("version") != STATE_VERSION:
+        raise UserError(
+            f"{folder}/state.json: format {state.get('version')}, this code reads {STATE_VERSION}: "
+            "use the version of the code that wrote it"
+        )
+    return state
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -182,16 +204,8 @@ def _load_tensors(folder: Path, wanted: dict[str, Any]) -> None:
             raise UserError(
                 f"checkpoint {folder}: {key} has shape {tuple(stored[key].size)}, the model's is {tuple(tensor.shape)}"
             )
-    try:
-        with _quiet():
-            dcp.load(wanted, checkpoint_id=folder, no_dist=True)
-    except (Exception, CheckpointException) as error:
-        damage = find_damage(folder, checksums=True)
-        if damage is None:
-            raise
-        raise UserError(
-            f"checkpoint {folder} cannot be read: {damage}. Remove the folder to use the one before"
-        ) from error
+    with _quiet():
+        dcp.load(wanted, checkpoint_id=folder, no_dist=True)
 
 
 def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
@@ -220,14 +234,14 @@ def resolve(path: str | Path) -> Path:
     if not path.is_dir():
         raise UserError(f"{path}: no such run or checkpoint folder")
     if (path / "state.json").is_file() or (path / COMPLETE).is_file():
-        damage = find_damage(path)
+        damage = find_damage(path, checksums=True)
         if damage:
             raise UserError(f"checkpoint {path} is damaged: {damage}")
         return path
-    found = complete_checkpoints(path)
-    if not found:
+    found = newest(path)
+    if found is None:
         raise UserError(f"{path}: holds no complete checkpoint (expected {path}/checkpoints/0000001000/{COMPLETE})")
-    return found[-1]
+    return found
 
 
 def load_encoder_weights(path: str | Path) -> tuple[Encoder, dict[str, Any]]:
@@ -237,7 +251,7 @@ def load_encoder_weights(path: str | Path) -> tuple[Encoder, dict[str, Any]]:
         path: run folder (newest complete checkpoint) or checkpoint folder, of any app.
     """
     folder = resolve(path)
-    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    config = read_yaml(folder / "config.yaml")
     fields = TransformerArgs.__dataclass_fields__
     encoder = Encoder(TransformerArgs(**{k: v for k, v in config["model"].items() if k in fields}))
     state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}

@@ -80,12 +80,14 @@ class Rows:
     tokens_BS: Tensor
     index_B: Tensor
     weight_B: Tensor
-    last: bool
 
     def to(self, device: torch.device) -> Rows:
         """The same rows on ``device``; copies do not wait."""
-        tensors = (t.to(device, non_blocking=True) for t in (self.tokens_BS, self.index_B, self.weight_B))
-        return Rows(*tensors, last=self.last)
+        return Rows(*(t.to(device, non_blocking=True) for t in (self.tokens_BS, self.index_B, self.weight_B)))
+
+    def pinned(self) -> Rows:
+        """The same rows in memory from which a GPU can copy without waiting."""
+        return Rows(*(t.pin_memory() for t in (self.tokens_BS, self.index_B, self.weight_B)))
 
 
 @dataclass
@@ -208,6 +210,10 @@ class TokenStream:
         rows = sum(steps * phase.rows_per_step for phase, steps in self.phase_steps(step))
         return Position(self._start.row + rows, self.used(step))
 
+    def fingerprints(self) -> dict[str, str]:
+        """What each source holds, as a hash of its shards' checksums."""
+        return {name: source.fingerprint for phase in self.phases for name, source in phase.mix.sources.items()}
+
     def progress(self, step: int) -> dict[str, float]:
         """``epoch/SOURCE`` and ``documents/SOURCE`` after ``step`` steps."""
         sources = {name: source for phase in self.phases for name, source in phase.mix.sources.items()}
@@ -232,11 +238,16 @@ class TokenStream:
         index = np.concatenate((own, np.full(padded - len(own), first)))
         weight = (np.arange(padded) < len(own)).astype(np.float32)
         tokens = self.rows(index).astype(np.int64)
+        if tokens.max() >= self._tokenizer.vocab_size:
+            raise UserError(
+                f"step {step}: the shards of {', '.join(phase.mix.sources)} hold token id {tokens.max()}, but the "
+                f"tokenizer has {self._tokenizer.vocab_size} ids: a shard is corrupt; prepare the source again"
+            )
         batches = []
         for start in range(0, padded, phase.micro_rows):
             part = slice(start, start + phase.micro_rows)
             tensors = (torch.from_numpy(array[part]) for array in (tokens, index, weight))
-            batches.append(Rows(*tensors, last=start + phase.micro_rows >= padded))
+            batches.append(Rows(*tensors))
         return batches
 
     def steps(self, first: int, last: int) -> Iterator[list[Rows]]:
@@ -256,7 +267,8 @@ class TokenStream:
                 for step in range(first, last + 1):
                     if closed.is_set():
                         return
-                    put(self.step_rows(step))
+                    batches = self.step_rows(step)
+                    put([rows.pinned() for rows in batches] if torch.cuda.is_available() else batches)
             except BaseException as error:  # handed to the thread that asks
                 put(error)
 

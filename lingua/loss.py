@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Rows whose logits exist at once. On a CPU few, so that small vocabularies stay in its cache; fewer than this
@@ -80,8 +79,3 @@ def cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N:
     """
     loss = _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, weights_N)
     return LossSum(loss, weights_N.sum())
-
-
-def logits(x_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """All logits [N, V], for looking at predictions; training never calls it."""
-    return F.linear(x_ND, weight_VD)

@@ -124,14 +124,17 @@ class Optimizer:
         return norm
 
     def check(self, step: int) -> None:
-        """Raise UserError if ``max_nonfinite`` steps in a row were skipped (reads the device)."""
-        if int(self.most_in_a_row) >= self.args.max_nonfinite:
+        """Raise UserError if ``max_nonfinite`` steps in a row were skipped since the last check (reads the device)."""
+        most = int(self.most_in_a_row)
+        if most >= self.args.max_nonfinite:
             raise UserError(
-                f"step {step}: {int(self.most_in_a_row)} steps in a row had a non-finite loss or gradient and were "
-                f"skipped ({int(self.skipped)} in all; optim.max_nonfinite={self.args.max_nonfinite}). The weights "
-                "are those of before; lower optim.lr, raise optim.warmup, or look at the data of these steps"
+                f"step {step}: {most} steps in a row had a non-finite loss or gradient and were skipped "
+                f"({int(self.skipped)} in all; optim.max_nonfinite={self.args.max_nonfinite}). Nothing was changed by "
+                "them. Lower optim.lr, raise optim.warmup, or look at the data of these steps; if it comes back at "
+                "once, the weights were spoilt before: remove the newest checkpoints to start from further back"
             )
+        self.most_in_a_row.zero_()
 
     def counters(self) -> dict[str, Tensor]:
         """What must be saved beside AdamW's own state."""
-        return {"skipped": self.skipped, "in_a_row": self.in_a_row, "most_in_a_row": self.most_in_a_row}
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 import sys
 import time
@@ -13,11 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from lingua import checkpoint
-from lingua.args import to_dict, to_yaml
+from lingua import checkpoint, resume
+from lingua.args import to_yaml
 from lingua.checkpoint import CheckpointArgs
 from lingua.data import DataArgs, Position, Rows, TokenStream
 from lingua.distributed import pick_device, pick_dtype, precision
@@ -28,15 +28,10 @@ from lingua.metrics import Console, Metrics, start_logging
 from lingua.optim import OptimArgs, Optimizer, learning_rate
 from lingua.source import TokenSource
 from lingua.tokenizer import build_tokenizer
+from lingua.transformer import TransformerArgs
 from lingua.validate import ValidationArgs, validate
 
 log = logging.getLogger(__name__)
-
-# A resumed run may change these: they do not touch the mathematics. Everything else only by resume.allow.
-FREE_TO_CHANGE = (
-    "dump_dir", "micro_rows", "compile", "logging", "checkpoint", "validation", "resume",
-    "data.root_dir", "data.validation", "data.prefetch", "optim.max_nonfinite",
-)  # fmt: skip
 
 
 @dataclass
@@ -85,6 +80,7 @@ class RunArgs:
     micro_rows: int = 32  # rows in one forward and backward pass; memory decides
     dtype: str = "auto"  # compute precision: auto, bf16, fp32, fp64
     compile: bool = False  # torch.compile each block
+    model: TransformerArgs = field(default_factory=TransformerArgs)  # each app's own
     data: DataArgs = field(default_factory=DataArgs)
     optim: OptimArgs = field(default_factory=OptimArgs)
     checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
@@ -124,85 +120,77 @@ class Run:
                 f"{args.data.seq_len} counts {row_tokens} tokens with {views} view{'s' * (views > 1)}; "
                 f"the nearest that fits is {nearest}"
             )
-        self.args = args
-        self.views = views
+        self.args, self.views = args, views
         self.folder = Path(args.dump_dir)
         self.device = pick_device()
         self.dtype = pick_dtype(args.dtype, self.device)
         self.tokenizer = build_tokenizer(args.data.tokenizer)
-        self.stream = TokenStream(
-            args.data,
-            self.tokenizer,
-            args.seed,
-            args.batch_tokens // row_tokens,
-            args.micro_rows,
-            views=views,
-            start=self._stream_start(),
-        )
-        self.validation_sets = {
-            name: TokenSource(folder, args.data.seq_len, 0, self.tokenizer)
-            for name, folder in args.data.validation.items()
-        }
-        vocab_size = self.tokenizer.vocab_size
-        if args.model.vocab_size not in (-1, vocab_size):
-            raise UserError(f"model.vocab_size={args.model.vocab_size}, but the tokenizer has {vocab_size}: use -1")
-        args.model.vocab_size = vocab_size
+        if args.model.vocab_size not in (-1, self.tokenizer.vocab_size):
+            raise UserError(
+                f"model.vocab_size={args.model.vocab_size}, but the tokenizer has {self.tokenizer.vocab_size}: use -1"
+            )
+        args.model.vocab_size = self.tokenizer.vocab_size
+        self.console: Console | None = None
+        self.metrics: Metrics | None = None
         self._stop: signal.Signals | None = None
         self._away = 0.0  # seconds of this interval spent in validation and checkpoints
-
-    def _stream_start(self) -> Position | None:
-        """Where in the data the run began: at another run's end, if it was told to."""
-        own = checkpoint.complete_checkpoints(self.folder)
-        if own:
-            return Position(**checkpoint.read_state(own[-1])["stream_start"])
-        if self.args.init.path is None:
-            return None
-        self._init_folder = checkpoint.resolve(self.args.init.path)
-        state = checkpoint.read_state(self._init_folder)
-        if state["tokenizer"] != self.tokenizer.identity():
-            raise UserError(
-                f"init.path={self.args.init.path} was trained with another tokenizer "
-                f"({state['tokenizer']['kind']}, {state['tokenizer']['vocab_size']} entries, sha256 "
-                f"{state['tokenizer']['sha256'][:8]}...) than data.tokenizer names"
-            )
-        return Position(**state["stream_end"]) if self.args.init.position else None
 
     def __enter__(self) -> Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             start_logging(self.folder)
+            self._lock = resume.lock(self.folder)
         except OSError as error:
             raise UserError(f"dump_dir={self.folder}: cannot be written: {error.strerror}") from None
-        self._settle_config()
+        try:
+            self._open_data()
+        except BaseException:
+            self._lock.close()
+            raise
         self._old_handlers = {
             s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
         }
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for name in ("console", "metrics"):
-            if hasattr(self, name):
-                getattr(self, name).close()
+        for part in (self.console, self.metrics, self._lock):
+            if part is not None:
+                part.close()
         for signum, handler in self._old_handlers.items():
             signal.signal(signum, handler)
 
-    def _settle_config(self) -> None:
-        """Write ``config.yaml``, or compare with the one the run was started with."""
-        path = self.folder / "config.yaml"
-        if path.is_file() and checkpoint.complete_checkpoints(self.folder):
-            old, new = _flat(OmegaConf.to_container(OmegaConf.load(path))), _flat(to_dict(self.args))
-            changed = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not _is_free(key)]
-            refused = [key for key in changed if key not in self.args.resume.allow]
-            if refused:
-                key = refused[0]
-                raise UserError(
-                    f"{self.folder} holds a run with {key}={old.get(key)}, this command says {key}={new.get(key)}"
-                    f"{f' (and {len(refused) - 1} more: {refused[1:]})' if refused[1:] else ''}. Resume it with the "
-                    f"same config, allow the change with 'resume.allow=[{','.join(refused)}]', or give a new dump_dir"
-                )
-            for key in changed:
-                log.warning("resuming with %s=%s instead of %s, as resume.allow says", key, new.get(key), old.get(key))
-        path.write_text(to_yaml(self.args))
+    def _open_data(self) -> None:
+        """Find where the run stands, check that it is the same run, and open its data there."""
+        args, state = self.args, None
+        self._own = checkpoint.newest(self.folder)
+        source = self._own
+        if source is None and args.init.path is not None:
+            source = checkpoint.resolve(args.init.path)
+        if source is not None:
+            state = checkpoint.read_state(source)
+            resume.check_tokenizer(source, state, self.tokenizer.identity())
+        start = None
+        if self._own is not None:
+            resume.check_config(self._own, args)
+            start = Position(**state["stream_start"])
+        elif args.init.position:
+            start = Position(**state["stream_end"])
+        rows = args.batch_tokens // (self.views * args.data.seq_len)
+        self.stream = TokenStream(
+            args.data, self.tokenizer, args.seed, rows, args.micro_rows, views=self.views, start=start
+        )
+        if self._own is not None:
+            resume.check_data(self._own, state, self.stream.fingerprints(), args.resume.allow)
+        self.validation_sets = {
+            name: TokenSource(folder, args.data.seq_len, 0, self.tokenizer)
+            for name, folder in args.data.validation.items()
+        }
+        self._init = None if self._own is not None else source
+        partial = self.folder / "config.yaml.partial"
+        partial.write_text(to_yaml(args))
+        partial.replace(self.folder / "config.yaml")
+        if args.data.tokenizer.path is not None:  # so that the run folder is usable without the rest of the disk
+            shutil.copy(args.data.tokenizer.path, self.folder / "tokenizer.model")
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._stop is not None and signum == signal.SIGINT:
@@ -245,7 +233,9 @@ class Run:
         self.model, self.optimizer = model, optimizer
         done = self._restore()
         self.metrics = Metrics(self.folder, done, self.args.logging.tensorboard)
-        if done >= optimizer.steps:
+        if done > optimizer.steps:
+            raise UserError(f"{self.folder} has {done} steps done already, this config asks for {optimizer.steps}")
+        if done == optimizer.steps:
             log.info("%s: finished already, %d of %d steps done", self.folder, done, optimizer.steps)
             return
         self.console = Console(self.folder.name, optimizer.steps, done)
@@ -264,17 +254,16 @@ class Run:
         log.info("done: %d steps in %s", optimizer.steps, self.folder)
 
     def _restore(self) -> int:
-        found = checkpoint.complete_checkpoints(self.folder)
-        if not found:
-            if self.args.init.path is not None:
-                optimizer = self.optimizer.adamw if self.args.init.optimizer else None
-                checkpoint.load(self._init_folder, self.model, optimizer)
-                log.info("starting from the weights of %s", self._init_folder)
+        """Load what there is to start from; returns the number of steps done."""
+        if self._own is None:
+            if self._init is not None:
+                checkpoint.load(self._init, self.model, self.optimizer.adamw if self.args.init.optimizer else None)
+                log.info("starting from the weights of %s", self._init)
             return 0
-        state = checkpoint.load(found[-1], self.model, self.optimizer.adamw)
+        state = checkpoint.load(self._own, self.model, self.optimizer.adamw)
         for name, counter in self.optimizer.counters().items():
             counter.fill_(state["optimizer"][name])
-        log.info("resumed %s at step %d", found[-1], state["step"])
+        log.info("resumed %s at step %d", self._own, state["step"])
         return state["step"]
 
     def precision(self) -> Any:
@@ -327,6 +316,7 @@ class Run:
         """Write a checkpoint at the cadence, at the end, and when a signal has asked to stop."""
         if step % self.args.checkpoint.dump.every and step != self.optimizer.steps and self._stop is None:
             return
+        self.optimizer.check(step)
         with self._elsewhere():
             state = {
                 "step": step,
@@ -334,6 +324,7 @@ class Run:
                 "stream_start": asdict(self.stream.position(0)),
                 "stream_end": asdict(self.stream.position(step)),
                 "tokenizer": self.tokenizer.identity(),
+                "data": self.stream.fingerprints(),
             }
             folder = self.folder / "checkpoints" / f"{step:010d}"
             checkpoint.save(folder, self.model, self.optimizer.adamw, state, to_yaml(self.args))
@@ -345,16 +336,3 @@ class Run:
         start = time.perf_counter()
         yield
         self._away += time.perf_counter() - start
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(free + ".") for free in FREE_TO_CHANGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from pathlib import Path
 
@@ -50,6 +51,8 @@ class TokenSource:
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
         self._block_rows = max(1, BLOCK_BYTES // (np.dtype(manifest.dtype).itemsize * seq_len))
         self._manifest = manifest
+        checksums = "".join(shard.tokens_sha256 for shard in manifest.shards)
+        self.fingerprint = hashlib.sha256(checksums.encode()).hexdigest()  # of all its tokens, in their order
         # Caches of this source alone: they go when it goes, and do not push out those of other sources.
         self._block_order = functools.lru_cache(maxsize=2)(self._block_order)
         self._row_order = functools.lru_cache(maxsize=2)(self._row_order)

@@ -32,6 +32,7 @@ class ValidationArgs:
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # shapes differ by ratio and set: blocks would be compiled for each
 def validate(
     sources: dict[str, TokenSource],
     args: ValidationArgs,

@@ -1,0 +1,106 @@
+"""What makes a resumed run the same run: its folder to itself, the same config, tokenizer and data."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from lingua.args import read_yaml, to_dict
+from lingua.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# A resumed run may change these: they do not touch the mathematics. Everything else only by resume.allow.
+FREE_TO_CHANGE = (
+    "dump_dir", "micro_rows", "compile", "logging", "checkpoint", "validation", "resume",
+    "data.root_dir", "data.validation", "data.prefetch", "optim.max_nonfinite",
+)  # fmt: skip
+
+
+def lock(folder: Path) -> TextIO:
+    """Take a run folder for this process, until the returned file is closed.
+
+    Raises:
+        UserError: another process has it.
+    """
+    file = (folder / "lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        raise UserError(
+            f"{folder}: another process ({holder}) is training in this folder; stop it, or give another dump_dir"
+        ) from None
+    except OSError as error:  # file systems without locks
+        log.warning("%s: cannot be locked (%s): see to it that no other process trains there", folder, error.strerror)
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file
+
+
+def check_config(checkpoint: Path, args: Any) -> None:
+    """Compare a run's config with that of its checkpoint.
+
+    Raises:
+        UserError: a key differs that is neither free to change nor in ``args.resume.allow``.
+    """
+    old, new = _flat(read_yaml(checkpoint / "config.yaml")), _flat(to_dict(args))
+    allowed = args.resume.allow
+    unknown = [key for key in allowed if key not in new and key != "data"]
+    if unknown:
+        raise UserError(f"resume.allow names {unknown[0]}, which is no key of this config")
+    changed = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not _is_free(key)]
+    refused = [key for key in changed if key not in allowed]
+    if refused:
+        key, others = refused[0], f" (and {len(refused) - 1} more: {refused[1:]})" if refused[1:] else ""
+        raise UserError(
+            f"{checkpoint} is of a run with {key}={old.get(key)}, this command says {key}={new.get(key)}{others}. "
+            f"Resume it with the same config, allow the change with 'resume.allow=[{','.join(refused)}]', or give a "
+            "new dump_dir"
+        )
+    for key in changed:
+        log.warning("resuming with %s=%s instead of %s, as resume.allow says", key, new.get(key), old.get(key))
+
+
+def check_tokenizer(checkpoint: Path, state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raise UserError unless a checkpoint's tokenizer is the one at hand: ids would mean other text."""
+    if state["tokenizer"] != identity:
+        then, now = (
+            f"{i['kind']}, {i['vocab_size']} ids, sha256 {i['sha256'][:8]}" for i in (state["tokenizer"], identity)
+        )
+        raise UserError(
+            f"{checkpoint} was trained with another tokenizer ({then}) than data.tokenizer names ({now}); "
+            "put the old one back, or give a new dump_dir"
+        )
+
+
+def check_data(checkpoint: Path, state: dict[str, Any], fingerprints: dict[str, str], allowed: list[str]) -> None:
+    """Raise UserError if a source holds other tokens than when the checkpoint was written."""
+    for name, found in fingerprints.items():
+        if state["data"].get(name, found) == found:
+            continue
+        if "data" not in allowed:
+            raise UserError(
+                f"data.sources.{name}: the shards hold other text than when {checkpoint} was written; point "
+                "data.root_dir at the old ones, allow it with 'resume.allow=[data]', or give a new dump_dir"
+            )
+        log.warning("resuming on other text in source %s, as resume.allow says", name)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(free + ".") for free in FREE_TO_CHANGE)
