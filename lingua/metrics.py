@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -40,25 +41,39 @@ def start_logging(folder: Path) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a ``metrics.jsonl``. A last line cut off by a kill is left out.
+    """All records of a ``metrics.jsonl``; numbers that were not finite are None. A last line cut off by a kill is
+    left out.
 
     Raises:
-        UserError: another line is not JSON.
+        UserError: another line is not JSON, or not a record with a ``step``.
     """
     if not path.is_file():
         return []
-    lines = path.read_text().split("\n")
+    lines = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            records.append(json.loads(line))
+            record = json.loads(line, parse_constant=lambda _: None)
         except ValueError:
             if number == len(lines):  # no newline behind it: the write was cut off
                 break
-            raise UserError(f"{path}, line {number}: not a JSON record: {line[:80]!r}") from None
+            raise UserError(f"{path}, line {number}: not a JSON record: {_start(line)}") from None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f'{path}, line {number}: expected a record such as {{"step": 10, ...}}: {_start(line)}')
+        records.append(record)
     return records
+
+
+def _start(line: bytes) -> str:
+    return repr(line[:80].decode("utf-8", "replace"))
+
+
+def _line(record: dict[str, Any]) -> str:
+    """A record as JSON, which has no NaN and no infinity: null stands for them."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 class Metrics:
@@ -73,7 +88,7 @@ class Metrics:
         path = folder / "metrics.jsonl"
         kept = [record for record in read_metrics(path) if record["step"] <= step]
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        partial.write_text("".join(map(_line, kept)))
         partial.replace(path)
         self._file = path.open("a")
         self._tensorboard = None
@@ -83,8 +98,8 @@ class Metrics:
             self._tensorboard = SummaryWriter(folder / "tb", purge_step=step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; ``step`` is required."""
-        self._file.write(json.dumps(record) + "\n")
+        """Append one record; ``step`` is required. A number that is not finite is written as null."""
+        self._file.write(_line(record))
         self._file.flush()
         if self._tensorboard:
             for key, value in record.items():

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
-from lingua.args import cli
+from lingua.args import cli, read_yaml
 from lingua.errors import UserError
 from lingua.evaluate import RESULTS, UNTRAINED, markdown_table, writable_folder, write_whole
 from lingua.metrics import read_metrics
@@ -59,17 +57,20 @@ class Summary:
     notes: list[str] = field(default_factory=list)  # what a reader must know
 
     def last(self, key: str) -> float | None:
-        """The newest value of a metric."""
-        return next((record[key] for record in reversed(self.records) if key in record), None)
+        """The newest value of a metric; NaN if it was not finite, which records write as null."""
+        values = [record[key] for record in self.records if key in record]
+        if not values:
+            return None
+        return math.nan if values[-1] is None else values[-1]
 
     def median(self, key: str) -> float | None:
-        """The median of a metric over all records."""
-        values = [record[key] for record in self.records if key in record]
+        """The median of a metric over all records in which it is finite."""
+        values = [value for record in self.records if (value := record.get(key)) is not None]
         return statistics.median(values) if values else None
 
     def flops_per_step(self) -> float | None:
         """Training FLOPs of a step, the same for every step of a run."""
-        record = next((record for record in self.records if "flops" in record), None)
+        record = next((record for record in self.records if record.get("flops")), None)
         return record["flops"] / record["step"] if record else None
 
 
@@ -154,13 +155,17 @@ def _total_steps(config_path: Path, flops_per_step: float | None) -> int | None:
     """Steps of the whole run, if its config says so and, for a length in FLOPs, a step is logged."""
     if not config_path.is_file():
         return None
-    config = OmegaConf.load(config_path)
+    config = read_yaml(config_path)
+    for key in ("steps", "tokens", "flops", "batch_tokens"):
+        value = config.get(key)
+        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            raise UserError(f"{config_path}: {key}={value}: expected a number above 0, or none")
     if config.get("steps") is not None:
-        return config.steps
-    if config.get("tokens") is not None:
-        return max(1, round(config.tokens / config.batch_tokens))
+        return config["steps"]
+    if config.get("tokens") is not None and config.get("batch_tokens") is not None:
+        return max(1, round(config["tokens"] / config["batch_tokens"]))
     if config.get("flops") is not None and flops_per_step:
-        return max(1, round(config.flops / flops_per_step))
+        return max(1, round(config["flops"] / flops_per_step))
     return None
 
 
@@ -277,7 +282,7 @@ def _draw_losses(panel: Axes, columns: list[Summary], name: str | None, ratios: 
     for place, column in enumerate(columns):
         for line, ratio in enumerate(ratios or [None]):
             key = "loss" if ratio is None else f"valid/{name}/loss@{ratio}"
-            points = [(record["step"], record[key]) for record in column.records if key in record]
+            points = [(record["step"], record[key]) for record in column.records if record.get(key) is not None]
             per_step = column.flops_per_step()
             if points and per_step:
                 label = _label(column) + ("" if ratio is None else f", {ratio} hidden")

@@ -136,6 +136,25 @@ def test_steps_that_were_not_finite_are_told(runs: list[Path], tmp_path: Path) -
     assert "- bert: 4 steps were not finite" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_losses_that_were_not_finite_are_shown_as_such(runs: list[Path], tmp_path: Path) -> None:
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 310, "loss": null, "tokens_per_second": null, "valid/books/loss@0.3": null}\n')
+    rows = make(runs, tmp_path / "out")
+    assert rows["validation loss, books, 0.3 hidden"][1] == "nan"
+    assert rows["validation loss, books, 0.15 hidden"][1] != "nan"
+    assert rows["tokens/s"][1] == "1,055"  # the median of what was finite
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "an empty file"), ("a: [", "not valid YAML"), ("steps: many", "steps=many: expected a number above 0")],
+)
+def test_a_damaged_config_of_a_run_is_named(runs: list[Path], tmp_path: Path, content: str, message: str) -> None:
+    (runs[0] / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match=rf"bert/config\.yaml: .*{message}"):
+        make(runs, tmp_path / "out")
+
+
 def test_without_validation_the_training_loss_is_drawn(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 40, 40)  # ends before the first validation
     rows = make([run], tmp_path / "out")

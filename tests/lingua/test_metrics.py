@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pty
 import re
@@ -35,6 +36,36 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\nnot json\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: not a JSON record"):
         read_metrics(path)
+
+
+@pytest.mark.parametrize("line", ["5", "[1]", "null", '{"loss": 1.0}', '{"step": null}', '{"step": "1"}'])
+def test_json_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: expected a record") as error:
+        read_metrics(path)
+    assert line in str(error.value)
+    path.write_bytes(b'\xff{"step": 1}\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: not a JSON record"):
+        Metrics(tmp_path, 3, tensorboard=False)
+
+
+def test_what_is_not_finite_is_null_in_valid_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": NaN}\n')  # as other programs write it
+    metrics = Metrics(tmp_path, 3, tensorboard=False)
+    metrics.write({"step": 2, "loss": math.nan, "grad_norm": math.inf, "low": -math.inf, "lr": 0.5})
+    metrics.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    records = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert records == [
+        {"step": 1, "loss": None},
+        {"step": 2, "loss": None, "grad_norm": None, "low": None, "lr": 0.5},
+    ]
+    assert read_metrics(path) == records
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
