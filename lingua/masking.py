@@ -107,16 +107,18 @@ def mask_tokens(
 
     Args:
         replace: what else than ``mask_id`` stands there at times; needs ``rows_B`` (global row indices),
-            ``seed`` and ``vocab_size``, of which the choice is a function. Random tokens are never special.
+            ``seed`` and ``vocab_size``, of which the choice is a function. Random tokens are uniform over the ids
+            that are not special.
     """
     original_BM = tokens_BS.gather(1, hidden_BM)
     shown_BM = torch.full_like(original_BM, mask_id)
     if replace is not None and (replace.random_fraction or replace.keep_fraction):
         # 53 bits of one hash choose what is shown, another hash chooses the random token.
         chance = (counter_hash(seed, 1, rows_B[:, None], hidden_BM) >> 11 & (1 << 53) - 1).double() / (1 << 53)
-        ordinary = torch.tensor(sorted(set(range(vocab_size)) - set(special_ids)), device=tokens_BS.device)
-        drawn = counter_hash(seed, 2, rows_B[:, None], hidden_BM) % len(ordinary)
-        shown_BM = torch.where(chance < replace.random_fraction, ordinary[drawn], shown_BM)
+        random_BM = counter_hash(seed, 2, rows_B[:, None], hidden_BM) % (vocab_size - len(set(special_ids)))
+        for token_id in sorted(set(special_ids)):  # the n-th ordinary token: one further for each special id before it
+            random_BM = random_BM + (random_BM >= token_id)
+        shown_BM = torch.where(chance < replace.random_fraction, random_BM, shown_BM)
         shown_BM = torch.where(chance >= 1.0 - replace.keep_fraction, original_BM, shown_BM)
     is_special = target_weights(original_BM, special_ids) == 0
     return tokens_BS.scatter(1, hidden_BM, torch.where(is_special, original_BM, shown_BM))

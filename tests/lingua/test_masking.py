@@ -116,6 +116,19 @@ def test_80_10_10() -> None:
     assert (again == inputs[7:9]).all()
 
 
+@pytest.mark.parametrize("special", [(), (0,), (9,), (7, 0, 1, 8, 9), (2, 3, 5)])
+def test_random_tokens_are_uniform_over_the_ids_that_are_not_special(special: tuple[int, ...]) -> None:
+    rows, seq_len, vocab = torch.arange(2000), 20, 10
+    ordinary = [i for i in range(vocab) if i not in special]
+    tokens = torch.full((len(rows), seq_len), ordinary[0])
+    hidden = split_positions(rows, seq_len, 0.5, 0).hidden_BM
+    shown = mask_tokens(tokens, hidden, 4, special, ReplaceArgs(random_fraction=1.0), rows, 0, vocab).gather(1, hidden)
+    counts = torch.bincount(shown.flatten(), minlength=vocab)
+    n, share = shown.numel(), 1 / len(ordinary)
+    assert (counts[list(special)] == 0).all()
+    assert (counts[ordinary] - n * share).abs().max() < 4 * (n * share * (1 - share)) ** 0.5
+
+
 def test_replacement_shares_are_checked() -> None:
     with pytest.raises(UserError, match=r"random_fraction=0\.6.*keep_fraction=0\.5"):
         ReplaceArgs(random_fraction=0.6, keep_fraction=0.5)
