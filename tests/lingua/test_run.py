@@ -324,6 +324,8 @@ def test_a_decay_branch_goes_on_as_the_run_itself_would(corpus: Path, tmp_path: 
 def test_compiled_blocks_give_the_same_losses(
     finished: dict[str, Path], corpus: Path, tmp_path: Path, app: str
 ) -> None:
-    run_app(app, tiny_words(app, corpus, tmp_path, compile="true", checkpoint__dump__every=10))
+    more = {"data__validation__more": corpus / "made_up/train", "validation__rows": 45, "validation__batch_rows": 7}
+    words = tiny_words(app, corpus, tmp_path, compile="true", checkpoint__dump__every=10, **more)
+    run_app(app, words)  # sets and ratios of many shapes beside the training's
     compiled = [record["loss"] for record in records(tmp_path) if "loss" in record]
     assert compiled == pytest.approx([r["loss"] for r in records(finished[app]) if "loss" in r], rel=1e-4)
