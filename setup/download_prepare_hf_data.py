@@ -41,7 +41,7 @@ class DownloadArgs(PrepareArgs):
     files: str = ""  # glob of the files in it (* matches / too); none: that of the name
     revision: str = "main"  # branch, tag or commit
     fraction: float = 1.0  # of the files, chosen by a hash of their names: a larger one holds the smaller ones
-    raw: str = ""  # folder for what is fetched; none: OUT/../raw/NAME
+    raw: str = ""  # folder for what is fetched; none: raw/NAME beside out (or work)
     reader: ReaderArgs = field(default_factory=lambda: ReaderArgs(path=""))  # how to read them; path is made
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ def download_prepare(args: DownloadArgs) -> None:
     repo, pattern = DATASETS.get(args.name, ("", ""))
     repo, pattern = args.repo or repo, args.files or pattern
     local = Path(repo).is_dir()
-    folder = Path(repo) if local else Path(args.raw or Path(args.out).parent / "raw" / args.name)
+    folder = Path(repo) if local else Path(args.raw or Path(args.work or args.out).parent / "raw" / args.name)
     if local:
         commit, files = "", sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     else:

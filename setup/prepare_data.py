@@ -18,22 +18,29 @@ from lingua.args import cli
 from lingua.errors import UserError
 from lingua.readers import ReaderArgs
 from lingua.shuffle import ShuffleArgs, shuffle
+from lingua.upload import is_remote, upload
 
 
 @dataclass
 class PrepareArgs(ShuffleArgs):
     sources: dict[str, ReaderArgs] = field(default_factory=dict)  # name: {path, format, text, document, on_error}
-    out: str = "???"  # folder to write
+    out: str = "???"  # folder to write, or a URL (s3://...), which needs a work folder
+    work: str = ""  # folder on a disk to prepare in where out is a URL; may be deleted afterwards
 
 
 def prepare(args: PrepareArgs) -> None:
     """Prepare every source and print what came out. Raises UserError (:func:`lingua.shuffle.shuffle`)."""
     if not args.sources:
         raise UserError("no source: give sources.NAME.path=GLOB, or sources in the YAML file")
+    if is_remote(args.out) != bool(args.work):
+        raise UserError(f"out={args.out} work={args.work}: work is for an out that is a URL, and such an out needs it")
     for name, reader in args.sources.items():
         if "/" in name or name.startswith("."):
             raise UserError(f"source {name!r}: a name is that of a folder, so no / and no leading dot")
-        for split, manifest in shuffle(name, reader, args, args.out).items():
+        manifests = shuffle(name, reader, args, args.work or args.out)
+        if manifests and is_remote(args.out):
+            upload(Path(args.work) / name, f"{args.out.rstrip('/')}/{name}")
+        for split, manifest in manifests.items():
             print(
                 f"{manifest.folder}: {manifest.tokens:,} tokens, {manifest.documents:,} documents, "
                 f"{manifest.bytes_of_text / 1e6:.1f} MB of text, {len(manifest.shards)} shards"
