@@ -51,6 +51,8 @@ class EvalArgs:
         integers = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
         if self.layers != "all" and not (layers and integers):
             raise UserError(f"layers={self.layers}: expected all, a number or a list such as [0,4,-1]")
+        if self.batch_tokens < 1:
+            raise UserError(f"batch_tokens={self.batch_tokens}: expected at least 1")
         if not self.tasks:
             raise UserError("no tasks: give at least tasks.NAME.train=FILE and tasks.NAME.test=FILE")
 

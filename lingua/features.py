@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lingua.checkpoint import load_encoder_weights
+from lingua.checkpoint import load_encoder_weights, read_state, resolve
 from lingua.errors import UserError
 from lingua.probe import check_finite
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
@@ -80,8 +81,9 @@ class TextEncoder:
             final_norm: apply the encoder's final norm to every layer but the embedding.
 
         Raises:
-            UserError: a text without any token, an unknown layer or pooling, NaN or infinity in the features.
+            UserError: what is no text or has no token, an unknown layer or pooling, NaN or infinity in the features.
         """
+        wanted = _layer_list(layers)
         if isinstance(texts, str):
             raise UserError("encode takes a list of texts, found one string: write encode([text])")
         if pooling not in POOLINGS:
@@ -90,11 +92,11 @@ class TextEncoder:
             raise UserError(f"{len(texts)} texts and {len(pairs)} second texts: expected as many")
         sides = [self._token_ids(texts)] + ([] if pairs is None else [self._token_ids(pairs)])
         sequences = [self._sequence(*ids) for ids in zip(*sides, strict=True)]
-        features = np.empty((_count(layers), len(texts), self.encoder.args.dim), dtype=np.float32)
-        for index_B, states_LBSD, real_BS in self._batches(sequences, layers, batch_tokens, final_norm):
+        features = np.empty((len(wanted), len(texts), self.encoder.args.dim), dtype=np.float32)
+        for index_B, states_LBSD, real_BS in self._batches(sequences, wanted, batch_tokens, final_norm):
             for layer, x_BSD in enumerate(states_LBSD):
                 features[layer, index_B] = POOLINGS[pooling](x_BSD, real_BS).cpu().numpy()
-        return self._checked(features, layers)
+        return _checked(features, wanted, layers)
 
     def encode_words(
         self,
@@ -112,8 +114,10 @@ class TextEncoder:
             of those that are among them: words beyond ``max_length`` are not.
 
         Raises:
-            UserError: a sentence without words, a word without any token, NaN or infinity in the features.
+            UserError: a sentence without words, what is no word or has no token, an unknown layer, NaN or infinity
+                in the features.
         """
+        wanted = _layer_list(layers)
         pieces = self._word_ids(sentences)
         sequences, first_pieces, kept = [], [], []
         for words in pieces:
@@ -122,16 +126,19 @@ class TextEncoder:
             kept.append(starts < len(sequences[-1]) - 1)  # before </s>
             first_pieces.append(starts[kept[-1]])
         first_row = np.cumsum([0] + [len(starts) for starts in first_pieces])
-        features = np.empty((_count(layers), first_row[-1], self.encoder.args.dim), dtype=np.float32)
-        for index_B, states_LBSD, _ in self._batches(sequences, layers, batch_tokens, final_norm):
+        features = np.empty((len(wanted), first_row[-1], self.encoder.args.dim), dtype=np.float32)
+        for index_B, states_LBSD, _ in self._batches(sequences, wanted, batch_tokens, final_norm):
             in_batch = np.concatenate([np.full(len(first_pieces[i]), b) for b, i in enumerate(index_B)])
             position = np.concatenate([first_pieces[i] for i in index_B])
             rows = np.concatenate([np.arange(first_row[i], first_row[i + 1]) for i in index_B])
             for layer, x_BSD in enumerate(states_LBSD):
                 features[layer, rows] = x_BSD[in_batch, position].cpu().numpy()
-        return self._checked(features, layers), np.concatenate(kept)
+        return _checked(features, wanted, layers), np.concatenate(kept)
 
     def _token_ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        for index, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise UserError(f"text {index} is {text!r}: expected a string")
         encoded = self.tokenizer.encode_batch(list(texts))
         for index, ids in enumerate(encoded):
             if len(ids) == 0:
@@ -140,6 +147,12 @@ class TextEncoder:
 
     def _word_ids(self, sentences: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
         """Token ids of each word as it stands in its sentence, words being joined by spaces."""
+        for index, words in enumerate(sentences):
+            if isinstance(words, str):
+                raise UserError(f"sentence {index} is {words!r}: expected a list of words")
+            for place, word in enumerate(words):
+                if not isinstance(word, str):
+                    raise UserError(f"word {place} of sentence {index} is {word!r}: expected a string")
         # The first word of a text may have other pieces than the same word after a space. Neither kind of
         # tokenizer has pieces that cross a space, so what "a w" adds to "a" is w after a space.
         later = sorted({word for words in sentences for word in words[1:]})
@@ -175,10 +188,11 @@ class TextEncoder:
 
     @torch.inference_mode()
     def _batches(
-        self, sequences: list[np.ndarray], layers: int | Sequence[int], batch_tokens: int, final_norm: bool
+        self, sequences: list[np.ndarray], layers: list[int], batch_tokens: int, final_norm: bool
     ) -> Iterator[tuple[np.ndarray, list[Tensor], Tensor]]:
         """Yield the sequences' indices [B], each layer's states [B, S, D] and the mask [B, S] of real tokens."""
-        wanted = (layers,) if isinstance(layers, int) else tuple(layers)
+        if batch_tokens < 1:
+            raise UserError(f"batch_tokens={batch_tokens}: expected at least 1")
         for index_B in length_buckets(np.array([len(ids) for ids in sequences], dtype=np.int64), batch_tokens):
             rows = [torch.from_numpy(sequences[i]) for i in index_B]
             lengths_B = torch.tensor([len(row) for row in rows])
@@ -186,18 +200,21 @@ class TextEncoder:
             real_BS = torch.arange(tokens_BS.shape[1]) < lengths_B[:, None]
             self.tokens += int(lengths_B.sum())
             self.padded_tokens += tokens_BS.numel()
-            states = self.encoder.encode(tokens_BS.to(self.device), lengths_B.to(self.device), wanted, final_norm)
+            states = self.encoder.encode(tokens_BS.to(self.device), lengths_B.to(self.device), layers, final_norm)
             yield index_B, states, real_BS.to(self.device)
 
-    def _checked(self, features_LND: np.ndarray, layers: int | Sequence[int]) -> np.ndarray:
-        names = (layers,) if isinstance(layers, int) else layers
-        for name, features_ND in zip(names, features_LND, strict=True):
-            check_finite(features_ND, f"features of layer {name}")
-        return features_LND[0] if isinstance(layers, int) else features_LND
+
+def _layer_list(layers: int | Sequence[int]) -> list[int]:
+    given = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else [layers]
+    if not given or not all(isinstance(layer, Integral) and not isinstance(layer, bool) for layer in given):
+        raise UserError(f"layers={layers!r}: expected a layer's number, or a list of them such as [0, 4, -1]")
+    return [int(layer) for layer in given]
 
 
-def _count(layers: int | Sequence[int]) -> int:
-    return 1 if isinstance(layers, int) else len(layers)
+def _checked(features_LND: np.ndarray, wanted: list[int], layers: int | Sequence[int]) -> np.ndarray:
+    for name, features_ND in zip(wanted, features_LND, strict=True):
+        check_finite(features_ND, f"features of layer {name}")
+    return features_LND[0] if isinstance(layers, Integral) else features_LND
 
 
 def length_buckets(lengths_N: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:
@@ -219,6 +236,23 @@ def length_buckets(lengths_N: np.ndarray, batch_tokens: int) -> Iterator[np.ndar
         start = end
 
 
+def _tokenizer_of(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """The tokenizer a checkpoint was trained with. Raises UserError if what is found now is another one."""
+    args = TokenizerArgs(**config)
+    copy = folder.parent.parent / "tokenizer.model"  # the run's own, where it has one
+    if args.name == "sentencepiece" and folder.parent.name == "checkpoints" and copy.is_file():
+        args.path = str(copy)
+    tokenizer = build_tokenizer(args)
+    trained, found = read_state(folder)["tokenizer"], tokenizer.identity()
+    if found != trained:
+        there, then = (f"{i['kind']}, {i['vocab_size']} ids, sha256 {i['sha256'][:8]}" for i in (found, trained))
+        raise UserError(
+            f"{folder}: the vocabulary {args.path or args.name} ({there}) is not the one that the run was trained with "
+            f"({then}): put that file back"
+        )
+    return tokenizer
+
+
 def load_encoder(
     path: str | Path, random_init: bool = False, max_length: int | None = None, device: str | None = None
 ) -> TextEncoder:
@@ -229,13 +263,17 @@ def load_encoder(
         random_init: the run's weights before its first step instead, the untrained baseline.
         max_length: most tokens of a sequence, specials included; None: the row length of the training data.
         device: None takes the GPU if there is one.
+
+    Raises:
+        UserError: no usable checkpoint or device, or a vocabulary that is not the one of the training.
     """
-    encoder, config = load_encoder_weights(path)
+    folder = resolve(path)
+    encoder, config = load_encoder_weights(folder)
     if random_init:
         # Weights are seeded by their names, which start so inside the trained model.
         whole = nn.ModuleDict({"encoder": encoder})
         init_weights(whole, encoder.args, config["seed"])
-    tokenizer = build_tokenizer(TokenizerArgs(**config["data"]["tokenizer"]))
+    tokenizer = _tokenizer_of(folder, config["data"]["tokenizer"])
     if tokenizer.vocab_size > encoder.args.vocab_size:
         raise UserError(
             f"{path}: the tokenizer {config['data']['tokenizer']} has {tokenizer.vocab_size} ids, the encoder's "

@@ -12,6 +12,7 @@ import yaml
 from torch import nn
 
 from lingua import checkpoint
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs, init_weights
 
 SENTENCES = [
@@ -62,6 +63,7 @@ def make_run(folder: Path, tokenizer: dict[str, Any], vocab_size: int, **changes
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 5.0}) + "\n")
+    state = {"step": 3, "tokenizer": build_tokenizer(TokenizerArgs(**tokenizer)).identity()}
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.save(folder / "checkpoints" / f"{3:010d}", model, optimizer, {"step": 3}, yaml.safe_dump(config))
+    checkpoint.save(folder / "checkpoints" / f"{3:010d}", model, optimizer, state, yaml.safe_dump(config))
     return folder

@@ -194,6 +194,7 @@ def test_the_command_prints_the_table(files: dict[str, Path], capsys: pytest.Cap
         ({"tasks": {"a": {"train": "x.csv", "test": "y.csv"}}}, "x.csv: no such file"),
         ({"ckpt": "nowhere"}, "nowhere: no such run or checkpoint folder"),
         ({"pooling": "cls"}, "pooling=cls"),
+        ({"batch_tokens": 0}, "batch_tokens=0: expected at least 1"),
         ({"probe": {"kinds": ["svm"]}}, "probe.kinds"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +195,40 @@ def test_what_has_no_token_is_refused(enc: TextEncoder) -> None:
     assert enc.encode([]).shape == (0, 32)
 
 
+@pytest.mark.parametrize("bad", [None, 3, b"dog", ["dog"]])
+def test_what_is_no_text_is_refused(enc: TextEncoder, bad: object) -> None:
+    with pytest.raises(UserError, match=r"text 1 is .*: expected a string"):
+        enc.encode(["dog", bad])
+    with pytest.raises(UserError, match=r"text 0 is .*: expected a string"):
+        enc.encode(["dog"], pairs=[bad])
+    with pytest.raises(UserError, match=r"word 1 of sentence 0 is .*: expected a string"):
+        enc.encode_words([["dog", bad]])
+    with pytest.raises(UserError, match="sentence 1 is 'a dog': expected a list of words"):
+        enc.encode_words([["dog"], "a dog"])
+
+
+@pytest.mark.parametrize("layers", ["all", [], [0.5], 0.5, None, ["1"], [True]])
+def test_what_are_no_layers_is_refused(enc: TextEncoder, layers: object) -> None:
+    message = rf"layers={re.escape(repr(layers))}: expected a layer's number, or a list"
+    with pytest.raises(UserError, match=message):
+        enc.encode(["dog"], layers=layers)
+    with pytest.raises(UserError, match=message):
+        enc.encode_words([["dog"]], layers=layers)
+
+
+def test_layers_may_be_numpys(enc: TextEncoder) -> None:
+    np.testing.assert_array_equal(enc.encode(["dog"], layers=np.int64(1)), enc.encode(["dog"], layers=1))
+    np.testing.assert_array_equal(enc.encode(["dog"], layers=np.array([0, 2])), enc.encode(["dog"], layers=[0, 2]))
+
+
+@pytest.mark.parametrize("batch_tokens", [0, -5])
+def test_batches_without_tokens_are_refused(enc: TextEncoder, batch_tokens: int) -> None:
+    with pytest.raises(UserError, match=f"batch_tokens={batch_tokens}: expected at least 1"):
+        enc.encode(["dog"], batch_tokens=batch_tokens)
+    with pytest.raises(UserError, match=f"batch_tokens={batch_tokens}: expected at least 1"):
+        enc.encode_words([["dog"]], batch_tokens=batch_tokens)
+
+
 def test_unknown_layer_and_pooling_are_refused(enc: TextEncoder) -> None:
     with pytest.raises(UserError, match="layer 3"):
         enc.encode(["dog"], layers=3)
@@ -230,3 +265,30 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
     run = make_run(tmp_path / "run", {"name": "roberta"}, vocab_size=100)
     with pytest.raises(UserError, match="50265 ids, the encoder's embedding 100 rows"):
         load_encoder(run)
+
+
+def test_another_vocabulary_at_the_same_path_is_refused(tmp_path: Path) -> None:
+    path = train_sentencepiece(tmp_path / "pieces")
+    trained = SentencePieceTokenizer(str(path))
+    run = make_run(tmp_path / "run", {"name": "sentencepiece", "path": str(path)}, trained.vocab_size)
+    original = path.read_bytes()
+    expected = load_encoder(run, device="cpu").encode(TEXTS)
+
+    train_sentencepiece(tmp_path / "pieces", vocab_size=70)
+    other = SentencePieceTokenizer(str(path))
+    assert other.vocab_size < trained.vocab_size  # its ids all have a row in the embedding
+    for folder in (run, run / "checkpoints" / f"{3:010d}"):
+        with pytest.raises(UserError) as error:
+            load_encoder(folder, device="cpu")
+        for tokenizer in (other, trained):
+            seen = f"sentencepiece, {tokenizer.vocab_size} ids, sha256 {tokenizer.identity()['sha256'][:8]}"
+            assert seen in str(error.value)
+        assert str(path) in str(error.value)
+
+    (run / "tokenizer.model").write_bytes(original)  # the run's own copy comes first
+    np.testing.assert_array_equal(load_encoder(run, device="cpu").encode(TEXTS), expected)
+    path.unlink()
+    np.testing.assert_array_equal(load_encoder(run, device="cpu").encode(TEXTS), expected)
+    (run / "tokenizer.model").unlink()
+    with pytest.raises(UserError, match="no such file"):
+        load_encoder(run, device="cpu")
