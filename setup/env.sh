@@ -17,7 +17,7 @@ make_env() {
         echo "making .venv with $("$python" --version)"
         "$python" -m venv --clear .venv || { echo "error: cannot make .venv (on Debian: apt install python3-venv)" >&2; return 2; }
     fi
-    wanted=$(cat requirements.txt "$requirements" | cksum)
+    wanted=$(cat requirements.txt requirements-data.txt "$requirements" | cksum)
     stamp=.venv/installed-$(basename "$requirements")
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "installing $requirements into .venv"

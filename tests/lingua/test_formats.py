@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow
@@ -183,6 +186,25 @@ def test_a_missing_package_names_the_line_that_installs_it(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match=r"reading parquet files needs the package pyarrow .*requirements-data\.txt"):
         read(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", list(WRITERS)[:4])
+def test_a_web_server(tmp_path, name):
+    """One without range requests, as plain ones are."""
+    ending, write = WRITERS[name]
+    write(tmp_path / f"a{ending}", FILES[1])
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a{ending}"
+        assert [d.text for d in read(url)] == FILES[1]
+        with pytest.raises(UserError, match=r"no file matches http.*missing\.jsonl"):
+            read(url.replace(f"a{ending}", "missing.jsonl"))
+        server.shutdown()
 
 
 class Flaky:
