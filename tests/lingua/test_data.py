@@ -81,6 +81,23 @@ def test_later_epochs_permute_rows_inside_blocks(two_sources: Path, monkeypatch:
     assert units != [source._permuted(3, n_rows, unit) for unit in range(n_rows)]
 
 
+def test_every_later_epoch_has_orders_of_its_own(two_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the blocks, and of the rows in each block; both change with the seed, too."""
+    monkeypatch.setattr("lingua.source.BLOCK_BYTES", 10 * 32 * 2)  # 10 rows
+    source = TokenSource(two_sources / "first/train", 32, seed=0)
+    other = TokenSource(two_sources / "first/train", 32, seed=1)
+    n_rows = source.tokens // 32 // 10 * 10
+    blocks, rows = [], []
+    for of_seed, epoch in ((source, 1), (source, 2), (source, 3), (other, 3)):
+        units = np.array([of_seed._permuted(epoch, n_rows, unit) for unit in range(n_rows)]).reshape(-1, 10)
+        order = units[:, 0] // 10
+        blocks.append(order.tolist())
+        rows += (units % 10).tolist()
+    assert len(blocks[0]) > 5
+    assert len(set(map(tuple, blocks))) == len(blocks)
+    assert len(set(map(tuple, rows))) == len(rows)
+
+
 def test_a_source_that_is_no_longer_used_lets_go_of_its_files(two_sources: Path) -> None:
     source = TokenSource(two_sources / "first/train", 32, seed=0)
     source.row(3 * source.tokens // 32 + 5)  # of a later epoch, so that the orders of that epoch are cached

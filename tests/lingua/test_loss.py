@@ -43,6 +43,18 @@ def test_bf16_autocast_stays_near_float64() -> None:
     assert abs(float(total.detach() / exact) - 1) < 5e-3
 
 
+def test_the_softmax_under_bf16_autocast_is_float32() -> None:
+    """Logits that are small whole numbers are exact in bf16, so all that is left is the error of the softmax."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-8, 9, (300, 20), generator=generator).float().requires_grad_()
+    x = torch.eye(20).repeat(5, 1).requires_grad_()
+    targets = torch.randint(0, 300, (100,), generator=generator)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total, _ = cross_entropy(x, weight, targets, torch.ones(100))
+    expected = F.cross_entropy(x.double() @ weight.double().T, targets, reduction="sum")
+    assert abs(float(total.detach() / expected.detach()) - 1) < 1e-6  # bf16 keeps 3 digits
+
+
 def test_without_gradients_none_are_made() -> None:
     x, weight, targets, weights = inputs()
     with torch.no_grad():

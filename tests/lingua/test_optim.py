@@ -71,17 +71,26 @@ def set_gradients(net: Net, scale: float) -> None:
         parameter.grad = scale * (torch.arange(parameter.numel()).reshape(parameter.shape) - float(i))
 
 
-def test_a_step_equals_torchs_clipping_and_adamw() -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"beta1": 0.6}, {"beta2": 0.7}, {"epsilon": 0.05}, {"weight_decay": 0.5}, {"weight_decay": 0.0}]
+)
+def test_a_step_equals_torchs_clipping_and_adamw(changes: dict[str, float]) -> None:
     torch.manual_seed(0)
     net, reference = Net(), Net()
     reference.load_state_dict(net.state_dict())
-    args = OptimArgs(lr=0.1, min_lr=0.01, warmup=2, clip=0.5)
+    args = OptimArgs(lr=0.1, min_lr=0.01, warmup=2, clip=0.5, **changes)
+    value = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1} | changes
     optimizer = Optimizer(net, args, steps=4)
-    adamw = torch.optim.AdamW(parameter_groups(reference, 0.1), betas=(0.9, 0.95), eps=1e-8)
-    for step in range(1, 5):
-        set_gradients(net, 7.0)  # a sum over 7 targets
+    adamw = torch.optim.AdamW(
+        parameter_groups(reference, value["weight_decay"]),
+        betas=(value["beta1"], value["beta2"]),
+        eps=value["epsilon"],
+    )
+    # Some are clipped and some not: the averages of gradients of one size would be the same with any beta.
+    for step, scale in enumerate((1.0, -0.001, 0.5, 0.002), 1):
+        set_gradients(net, 7.0 * scale)  # a sum over 7 targets
         norm = optimizer.step(step, torch.tensor(1.0), torch.tensor(7.0))
-        set_gradients(reference, 1.0)
+        set_gradients(reference, scale)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step, 4, args)
