@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lingua.args import build, to_dict
-from lingua.checkpoint import resolve
+from lingua.checkpoint import read_state, resolve
 from lingua.errors import UserError
 from lingua.features import TextEncoder, load_encoder
 from lingua.probe import ProbeArgs, majority, probe
@@ -73,7 +73,7 @@ def evaluate(args: EvalArgs, model_class: type[nn.Module], model_args: type) -> 
     encoder = load_encoder(folder, args.random_init, args.max_length, args.device)
     results = {
         "checkpoint": str(folder),
-        "step": json.loads((folder / "state.json").read_text())["step"],
+        "step": read_state(folder)["step"],
         "random_init": args.random_init,
         "training_seed": encoder.config["seed"],
         "model": model_class.__name__,
