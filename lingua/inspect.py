@@ -54,7 +54,7 @@ def inspect(args: InspectArgs, out: TextIO | None = None) -> None:
         hidden = np.zeros(len(ids), bool)
         if args.hidden_ratio:
             view = split_positions(torch.tensor([index]), len(ids), args.hidden_ratio, args.seed)
-            hidden[view.hidden_BS[0].numpy()] = True
+            hidden[view.hidden_BM[0].numpy()] = True
             hidden ^= args.inverse
         borders = int((ids[1:] == tokenizer.bos_id).sum())
         heading = f"row {index}: {len(ids)} tokens, {borders} documents begin in it, {int(hidden.sum())} tokens hidden"

@@ -12,8 +12,11 @@ again.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,15 +27,11 @@ from lingua.errors import UserError
 from lingua.estimate import bucket_count, check_disk_space, estimate
 from lingua.files import InputFile, list_files
 from lingua.manifest import FORMAT_VERSION, NAME, Manifest, load_manifest, token_dtype
-from lingua.progress import Progress
 from lingua.readers import BLOCK_BYTES, ReaderArgs
-from lingua.shards import bucket_path
-from lingua.sorting import ShardJob, SortJob, Split, pack_shard, sort_bucket, write_json
+from lingua.sorting import write_json
+from lingua.stages import run_stages, split_names
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
-from lingua.tokenizing import SKIPPED, Counts, fill_buckets, load_state
-from lingua.workers import run_in_order
 
-MAX_LISTED = 1000  # unreadable documents in the manifest; skipped.jsonl has all
 STAGES = ("tokenize", "sort", "pack")
 
 
@@ -118,14 +117,9 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
         return _finished(final, common, args)
     try:
         plan = _plan(partial, files, reader, args, tokenizer, common)
-        work = partial / "work"
-        if args.stage in ("all", "tokenize"):
-            number, n = args.share
-            folder = work / f"part_{number:05d}"
-            fill_buckets(folder, name, files[number::n], reader, args, tokenizer, plan["buckets"])
-        if args.stage in ("all", "sort"):
-            _sort(work, plan, args, common)
-        if args.stage not in ("all", "pack") or not _pack(partial, plan, args, common):
+        with _alone(partial / "work", args):
+            finished = run_stages(partial, plan, files, reader, args, tokenizer, common)
+        if not finished:
             print(f"{name}: part {args.part} of stage {args.stage} is done", flush=True)
             return {}
         if not final.exists():  # another job may have been the last one too
@@ -135,11 +129,22 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
         if final.exists():
             return _finished(final, common, args)
         raise UserError(f"{partial}: cannot write: {error}") from None
-    return {split: load_manifest(final / split) for split in _splits(args)}
+    return {split: load_manifest(final / split) for split in split_names(args)}
 
 
-def _splits(args: ShuffleArgs) -> dict[str, bool]:
-    return {"train": False, "valid": True} if args.valid_fraction else {"train": False}
+@contextlib.contextmanager
+def _alone(work: Path, args: ShuffleArgs) -> Iterator[None]:
+    """Raise UserError if another process does the same share of the same work: both would write the same files."""
+    with (work / f"lock_{args.part.replace('/', '_of_')}").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{work}: another process is at work on part={args.part} here; wait for it, or stop it"
+            ) from None
+        except OSError:  # file systems without locks
+            pass
+        yield
 
 
 # --- settings, and what exists already ------------------------------------------------------------------------
@@ -156,7 +161,7 @@ def _reader_settings(reader: ReaderArgs) -> dict[str, Any]:
 
 
 def _finished(final: Path, common: dict[str, Any], args: ShuffleArgs) -> dict[str, Manifest]:
-    splits = _splits(args)
+    splits = split_names(args)
     manifests = {split: load_manifest(final / split) for split in splits if (final / split / NAME).is_file()}
     if "train" not in manifests:
         raise UserError(f"{final}: exists, but was not written by this command; choose another out or name")
@@ -231,109 +236,3 @@ def _plan(
     plan = {**wanted, "buckets": bucket_count(expected, np.dtype(common["dtype"]).itemsize, args)}
     write_json(path, plan)
     return plan
-
-
-# --- the stages -----------------------------------------------------------------------------------------------
-
-
-def _sort(work: Path, plan: dict[str, Any], args: ShuffleArgs, common: dict[str, Any]) -> None:
-    parts = [work / f"part_{i:05d}" for i in range(plan["jobs"])]
-    states = [load_state(part) for part in parts]
-    missing = [str(i) for i, state in enumerate(states) if state is None or not state.done]
-    if missing:
-        raise UserError(f"{work}: stage tokenize is not done by job {', '.join(missing)} of {plan['jobs']}")
-    out = work / "sorted"
-    out.mkdir(exist_ok=True)
-    job = SortJob(
-        parts=parts,
-        out=out,
-        n_buckets=plan["buckets"],
-        dtype=common["dtype"],
-        splits=_splits(args),
-        drop_duplicates=args.duplicates == "drop",
-        memory_bytes=0.8 * args.memory_gb * 1e9 / args.workers,
-    )
-    number, n = args.share
-    todo = range(number, plan["buckets"], n)
-    with Progress(f"{common['source']}: sorting", len(todo), "tokens") as progress:
-        for tokens in run_in_order(sort_bucket, _given, (job,), todo, args.workers):
-            progress.advance(1, tokens)
-
-
-def _given(value: Any) -> Any:
-    return value
-
-
-def _pack(partial: Path, plan: dict[str, Any], args: ShuffleArgs, common: dict[str, Any]) -> bool:
-    """Write this job's shards; if with them all are there, the manifests too. Returns whether they are."""
-    work = partial / "work"
-    out = work / "sorted"
-    missing = [str(i) for i in range(plan["buckets"]) if not bucket_path(out, i, "json").is_file()]
-    if missing:
-        raise UserError(f"{work}: stage sort is not done: {len(missing)} of {plan['buckets']} buckets are missing")
-    counts, skipped = _counts(partial, plan, out, args)
-    splits = {}
-    for name in _splits(args):
-        (partial / name).mkdir(exist_ok=True)
-        splits[name] = Split(out, plan["buckets"], name, partial / name, common["dtype"], args.shard_tokens)
-        if not splits[name].documents:
-            shutil.rmtree(partial)
-            hint = "; set valid_fraction higher, or 0 for no valid split" if name == "valid" else ""
-            raise UserError(
-                f"{common['source']}: no document for the {name} split ({counts.empty} empty, "
-                f"{counts.unreadable} unreadable){hint}"
-            )
-    counts.stored = sum(split.documents for split in splits.values())
-    if counts.read + counts.pieces != counts.stored + counts.empty + counts.unreadable + counts.duplicates:
-        raise UserError(f"{work}: documents are missing ({asdict(counts)}): delete the folder and prepare again")
-    number, n = args.share
-    jobs = [job for split in splits.values() for job in split.jobs][number::n]
-    with Progress(f"{common['source']}: writing shards", len(jobs), "tokens") as progress:
-        job: ShardJob
-        for job in run_in_order(pack_shard, _given, (None,), jobs, args.workers):
-            splits[job.split].free(job)
-            progress.advance(1, sum(last - first for _, first, last in job.tokens))
-    for name, split in splits.items():
-        shards = split.shards()
-        if shards is None:
-            return False
-        manifest = Manifest(
-            **common,
-            split=name,
-            tokens=split.tokens,
-            documents=split.documents,
-            bytes_of_text=split.bytes,
-            empty_documents=counts.empty,
-            skipped_count=counts.unreadable,
-            skipped=skipped,
-            shards=shards,
-            counts=asdict(counts),
-            lengths=split.length_statistics(),
-        )
-        manifest.save(partial / name)
-    return True
-
-
-def _counts(partial: Path, plan: dict[str, Any], out: Path, args: ShuffleArgs) -> tuple[Counts, list[dict[str, Any]]]:
-    """The counts of all jobs, and the first unreadable documents; the whole list goes to ``skipped.jsonl``.
-
-    A duplicate that was split is dropped with its pieces, which then are no pieces more than before.
-    """
-    counts = Counts()
-    skipped: list[dict[str, Any]] = []
-    for i in range(plan["jobs"]):
-        folder = partial / "work" / f"part_{i:05d}"
-        state = load_state(folder)
-        assert state is not None
-        counts.add(state.counts)
-        skipped += [json.loads(line) for line in (folder / SKIPPED).read_text().splitlines()]
-    skipped.sort(key=lambda bad: (bad["path"], bad["line"]))
-    for i in range(plan["buckets"]):
-        said = json.loads(bucket_path(out, i, "json").read_text())
-        counts.duplicates += said["duplicates"]
-        counts.pieces -= said["duplicate_pieces"]
-    if skipped:
-        partial_list = partial / f"{SKIPPED}.partial"
-        partial_list.write_text("".join(json.dumps(bad) + "\n" for bad in skipped))
-        partial_list.replace(partial / SKIPPED)
-    return counts, skipped[:MAX_LISTED]

@@ -240,8 +240,7 @@ def _records(
     row = np.array([document.row for document in documents], dtype=np.int64)[of_document]
     hashes = np.array([text_hash(document.text) for document in documents], dtype=np.int64)[of_document]
     # identical documents fall on the same side, whatever the seed
-    limit = int(args.valid_fraction * 2**64)
-    records["valid"] = [int(value) % 2**64 < limit for value in hashes]
+    records["valid"] = hashes.view(np.uint64) < np.uint64(args.valid_fraction * 2**64)
     if args.duplicates == "drop":  # copies of a text get the same key, so they meet in one bucket
         keys = counter_hash(args.seed, hashes)
         second = [hashlib.blake2b(d.text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for d in documents]

@@ -37,7 +37,7 @@ def test_rows_are_those_of_the_stream_with_their_documents_and_masks(corpus):
         assert body.count("\n<s>") + body.count("\n⟦<s>⟧") == n_documents
         assert body.replace("⟦", "").replace("⟧", "").replace("\n", "") == tokenizer.decode(row)
         view = split_positions(torch.tensor([index]), 64, 0.25, 7)
-        hidden = tokenizer.decode(row[view.hidden_BS[0].numpy()])
+        hidden = tokenizer.decode(row[view.hidden_BM[0].numpy()])
         assert "".join(re.findall("⟦(.*?)⟧", body)) == hidden
         inverse = printed(corpus, f"first={index}", "rows=1", "seed=7", "hidden_ratio=0.25", "inverse=true")
         visible = tokenizer.decode(row[view.visible_BT[0].numpy()])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from lingua import shuffle as shuffle_module
+from lingua import stages
 from lingua.errors import UserError
 from lingua.estimate import Estimate, bucket_count
 from lingua.files import list_files
@@ -152,7 +153,7 @@ def test_skipped_lines_are_counted_and_listed(tmp_path, monkeypatch):
     rows = [json.dumps({"text": f"good {i}"}) if i % 3 else "{bad" for i in range(30)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     source = ReaderArgs(path=f"{tmp_path}/a.jsonl", on_error="skip")
-    monkeypatch.setattr(shuffle_module, "MAX_LISTED", 4)
+    monkeypatch.setattr(stages, "MAX_LISTED", 4)
     manifest = shuffle("x", source, ShuffleArgs(valid_fraction=0), tmp_path)["train"]
     assert (manifest.documents, manifest.skipped_count) == (20, 10)
     assert [bad["line"] for bad in manifest.skipped] == [1, 4, 7, 10]

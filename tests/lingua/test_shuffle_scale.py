@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from lingua import shuffle as shuffle_module
-from lingua import sorting, tokenizing
+from lingua import sorting, stages, tokenizing
 from lingua.errors import UserError
 from lingua.hashing import counter_hash, text_hash
 from lingua.manifest import verify
@@ -182,6 +182,20 @@ def test_an_interrupted_run_is_not_mixed_with_another(corpus, tmp_path, monkeypa
     os.utime(tmp_path / "in" / "3.jsonl", (1, 1))
     with pytest.raises(UserError, match=r"inputs\.3 .*3\.jsonl was .*, now .*mtime=1\.0"):
         prepare(pattern, out)
+
+
+def test_two_processes_do_not_do_the_same_work(corpus, tmp_path, monkeypatch):
+    seen = []
+
+    def meanwhile(*args):
+        with pytest.raises(UserError, match="another process is at work on part=0/1 here"):
+            prepare(f"{corpus}/*.jsonl", tmp_path)
+        seen.append(args)
+
+    monkeypatch.setattr(stages, "fill_buckets", meanwhile)
+    with pytest.raises(UserError, match="stage tokenize is not done by job 0 of 1"):
+        prepare(f"{corpus}/*.jsonl", tmp_path)
+    assert len(seen) == 1
 
 
 def test_a_bucket_file_lost_in_a_crash_is_made_again(corpus, clean, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,95 @@
+"""How fast a shuffle is with one and more worker processes, stage by stage.
+
+python -m benchmarks.shuffle out=FILE.json text=data/quickstart/raw/text/*.jsonl workers=[1,2,4]
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.common import environment, write_result
+from lingua.args import cli
+from lingua.errors import UserError
+from lingua.evaluate import markdown_table
+from lingua.manifest import load_manifest
+from lingua.readers import Document, ReaderArgs, documents
+from lingua.shuffle import STAGES, ShuffleArgs, shuffle
+
+
+@dataclass
+class ShuffleRateArgs:
+    out: str = "???"  # JSON file to write
+    text: str = "data/quickstart/raw/text/*.jsonl"  # any input of lingua.readers
+    megabytes: int = 200  # of text, repeated as needed
+    files: int = 8  # that the text is divided into
+    memory_gb: float = 0.1  # for all workers
+    workers: list[int] = field(default_factory=lambda: [1, 2])  # numbers of processes to try
+    rounds: int = 3  # of each, in turns
+
+    def __post_init__(self) -> None:
+        if min([self.megabytes, self.files, self.rounds, *self.workers, len(self.workers)]) < 1:
+            raise UserError("megabytes, files, rounds and workers: expected at least 1 of each")
+
+
+def write_text(args: ShuffleRateArgs, folder: Path) -> None:
+    """The text as JSONL files of about the same size."""
+    rows = [
+        json.dumps({"text": d.text}).encode() + b"\n"
+        for d in documents(ReaderArgs(path=args.text))
+        if isinstance(d, Document) and d.text.strip()
+    ]
+    size = sum(map(len, rows))
+    if not size:
+        raise UserError(f"{args.text}: no text to measure with")
+    rows *= max(1, round(args.megabytes * 1e6 / size))
+    for i in range(args.files):
+        (folder / f"{i:03d}.jsonl").write_bytes(b"".join(rows[i :: args.files]))
+
+
+def shuffle_rate(args: ShuffleRateArgs) -> dict[str, Any]:
+    """Seconds of each stage and tokens per second of all, for each number of workers, in every round."""
+    readings: dict[int, list[dict[str, float]]] = {workers: [] for workers in args.workers}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_text(args, folder)
+        for number in range(args.rounds):
+            for workers in args.workers:
+                out = folder / f"{number}_{workers}"
+                seconds = {}
+                for stage in STAGES:
+                    settings = ShuffleArgs(valid_fraction=0, workers=workers, memory_gb=args.memory_gb, stage=stage)
+                    begun = time.perf_counter()
+                    shuffle("text", ReaderArgs(path=f"{folder}/*.jsonl"), settings, out)
+                    seconds[stage] = time.perf_counter() - begun
+                tokens = load_manifest(out / "text" / "train").tokens
+                readings[workers].append({**seconds, "tokens_per_second": tokens / sum(seconds.values())})
+    return {
+        "unit": "seconds of each stage; tokens per second of all three",
+        "tokens": tokens,
+        "memory_gb": args.memory_gb,
+        "workers": [{"workers": workers, "rounds": rounds} for workers, rounds in readings.items()],
+    }
+
+
+def main(args: ShuffleRateArgs) -> None:
+    result = shuffle_rate(args)
+    write_result(args.out, {**environment("tiktoken", "numpy"), **result})
+    rows = [
+        [
+            str(entry["workers"]),
+            *(f"{median(reading[stage] for reading in entry['rounds']):.1f}" for stage in STAGES),
+            f"{median(reading['tokens_per_second'] for reading in entry['rounds']) / 1e6:.2f}",
+        ]
+        for entry in result["workers"]
+    ]
+    print("\n" + markdown_table(["workers", *(f"{stage}, s" for stage in STAGES), "million tokens/s"], rows))
+
+
+if __name__ == "__main__":
+    cli(ShuffleRateArgs, main, "python -m benchmarks.shuffle")
