@@ -32,4 +32,7 @@ def test_every_module_and_script_it_runs_exists() -> None:
 
 
 def test_no_placeholder_is_left() -> None:
-    assert re.findall(r"\b[A-Z]+_[A-Z_]+\b", re.sub(r"```.*?```|`[^`]*`", "", TEXT, flags=re.DOTALL)) == ["THIRD_PARTY_NOTICES"] * 2
+    assert (
+        re.findall(r"\b[A-Z]+_[A-Z_]+\b", re.sub(r"```.*?```|`[^`]*`", "", TEXT, flags=re.DOTALL))
+        == ["THIRD_PARTY_NOTICES"] * 2
+    )
