@@ -73,7 +73,7 @@ def _summary(run: Path) -> dict[str, Any]:
     validation = next(record for record in reversed(records) if "valid/english/loss@0.5" in record)
     return {
         "accuracy": _accuracies(run / "eval" / resolve(run).name),
-        "validation": {key.partition("@")[2]: round(value, 4) for key, value in validation.items() if "@" in key},
+        "validation": {key.partition("@")[2]: value for key, value in validation.items() if "@" in key},
         **{key: last[key] for key in ("step", "flops", "tokens", "data_tokens")},
     }
 

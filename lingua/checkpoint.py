@@ -234,14 +234,26 @@ def resolve(path: str | Path) -> Path:
     if not path.is_dir():
         raise UserError(f"{path}: no such run or checkpoint folder")
     if (path / "state.json").is_file() or (path / COMPLETE).is_file():
-        damage = find_damage(path, checksums=True)
+        damage = find_damage(path)
         if damage:
             raise UserError(f"checkpoint {path} is damaged: {damage}")
         return path
-    found = newest(path)
-    if found is None:
+    found = complete_checkpoints(path)
+    if not found:
         raise UserError(f"{path}: holds no complete checkpoint (expected {path}/checkpoints/0000001000/{COMPLETE})")
-    return found
+    return found[-1]
+
+
+def verified(folder: Path) -> Path:
+    """``folder``, once every byte has been checked: an evaluation must not quietly read another checkpoint.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    damage = find_damage(folder, checksums=True)
+    if damage:
+        raise UserError(f"checkpoint {folder} is damaged: {damage}. Name another checkpoint, or remove this one")
+    return folder
 
 
 def load_encoder_weights(path: str | Path) -> tuple[Encoder, dict[str, Any]]:
@@ -250,7 +262,7 @@ def load_encoder_weights(path: str | Path) -> tuple[Encoder, dict[str, Any]]:
     Args:
         path: run folder (newest complete checkpoint) or checkpoint folder, of any app.
     """
-    folder = resolve(path)
+    folder = verified(resolve(path))
     config = read_yaml(folder / "config.yaml")
     fields = TransformerArgs.__dataclass_fields__
     encoder = Encoder(TransformerArgs(**{k: v for k, v in config["model"].items() if k in fields}))

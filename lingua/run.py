@@ -165,7 +165,7 @@ class Run:
         self._own = checkpoint.newest(self.folder)
         source = self._own
         if source is None and args.init.path is not None:
-            source = checkpoint.resolve(args.init.path)
+            source = checkpoint.verified(checkpoint.resolve(args.init.path))
         if source is not None:
             state = checkpoint.read_state(source)
             resume.check_tokenizer(source, state, self.tokenizer.identity())

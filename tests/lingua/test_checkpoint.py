@@ -48,7 +48,7 @@ def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
     expected = {name: value.clone() for name, value in net.state_dict().items()}
 
     other, other_optimizer = net_and_optimizer()
-    assert checkpoint.load(folder, other, other_optimizer) == {"step": 3}
+    assert checkpoint.load(folder, other, other_optimizer) == {"version": 1, "step": 3}
     assert all(torch.equal(value, saved[name]) for name, value in other.state_dict().items())
     assert other_optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 3)
     assert [group["weight_decay"] for group in other_optimizer.param_groups] == [0.1, 0.0]
