@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from lingua.errors import UserError
 from lingua.hashing import text_hash
+from lingua.remote import DEFAULT_GB, BlockCache, list_sources
 from lingua.source import Mix, TokenSource
 from lingua.tokenizer import Tokenizer, TokenizerArgs
 
@@ -48,13 +48,15 @@ def check_weights(name: str, weights: dict[str, float]) -> None:
 class DataArgs:
     """Where the token shards lie and how rows are drawn from them."""
 
-    root_dir: str = "???"  # folder made by setup/prepare_data.py
+    root_dir: str = "???"  # folder made by setup/prepare_data.py, on a disk or anywhere fsspec reaches (s3://...)
     sources: dict[str, float] = field(default_factory=dict)  # weight of each source; none: all, by size
     seq_len: int = 512  # tokens in a row
     tokenizer: TokenizerArgs = field(default_factory=TokenizerArgs)
     isolate_documents: bool = False  # tokens attend only within their document; a row may hold several
     phases: list[PhaseArgs] = field(default_factory=list)  # later phases, in order; the fields above are the first
     validation: dict[str, str] = field(default_factory=dict)  # name: folder of a prepared split
+    cache_dir: str | None = None  # local copies of the blocks of remote shards; none: below the temporary folder
+    cache_gb: float = DEFAULT_GB  # most that they take; the least recently used go
     prefetch: int = 2  # steps read ahead by a background thread
 
     def __post_init__(self) -> None:
@@ -132,6 +134,7 @@ class TokenStream:
         start: Position | None = None,
     ) -> None:
         self._start = start or Position()
+        self.cache = BlockCache(args.cache_dir, args.cache_gb)
         self.args, self._tokenizer, self._seed = args, tokenizer, seed
         self.rank, self.world_size = rank, world_size
         self.step_tokens, self._micro_tokens = rows_per_step * args.seq_len, micro_rows * args.seq_len
@@ -152,20 +155,23 @@ class TokenStream:
                 f"data.phases: seq_len={seq_len} does not divide the {self.step_tokens} text tokens of a step "
                 "(batch_tokens over views): choose lengths that do"
             )
-        root = Path(self.args.root_dir)
-        if not root.is_dir():
-            raise UserError(f"data.root_dir={root}: no such folder; setup/prepare_data.py makes one from raw text")
-        found = sorted(path.parent.name for path in root.glob("*/train"))
+        root = self.args.root_dir.rstrip("/")
+        found = list_sources(root)
         names = list(weights) or found
         if not names:
             raise UserError(f"data.root_dir={root}: holds no source (a folder SOURCE/train); see setup/prepare_data.py")
         for name in weights:
             if name not in found:
-                raise UserError(f"data.sources.{name}: no folder {root / name / 'train'}; sources there: {found}")
+                raise UserError(f"data.sources.{name}: no folder {root}/{name}/train; sources there: {found}")
         used = self.used(first_step - 1)
         sources = {
             name: TokenSource(
-                root / name / "train", seq_len, self._seed ^ text_hash(name), self._tokenizer, used.get(name, 0)
+                f"{root}/{name}/train",
+                seq_len,
+                self._seed ^ text_hash(name),
+                self._tokenizer,
+                used.get(name, 0),
+                self.cache,
             )
             for name in names
         }

@@ -115,8 +115,19 @@ def load_manifest(folder: str | Path) -> Manifest:
         splits = [name for name in ("train", "valid") if (folder / name / NAME).is_file()]
         hint = f"; did you mean {folder / splits[0]}?" if splits else f"; {AGAIN}, it may have been interrupted"
         raise UserError(f"{folder}: no {NAME} here, so this is not a finished folder of shards{hint}")
+    manifest = parse_manifest(path.read_text(), str(path), folder)
+    _check_sizes(manifest)
+    return manifest
+
+
+def parse_manifest(text: str, path: str, folder: Path) -> Manifest:
+    """A manifest from the content of its file ``path``, for shards in ``folder`` that nobody looked at yet.
+
+    Raises:
+        UserError: unreadable, or of another version.
+    """
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(text)
         version = values["version"]
         if version == FORMAT_VERSION:
             values["shards"] = [Shard(**shard) for shard in values["shards"]]
@@ -125,7 +136,6 @@ def load_manifest(folder: str | Path) -> Manifest:
         raise UserError(f"{path}: not a readable manifest ({error!r}); {AGAIN}") from None
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format version {version}, this code reads {FORMAT_VERSION}; {AGAIN}")
-    _check_sizes(manifest)
     return manifest
 
 

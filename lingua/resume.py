@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 # A resumed run may change these: they do not touch the mathematics. Everything else only by resume.allow.
 FREE_TO_CHANGE = (
     "dump_dir", "micro_rows", "compile", "logging", "checkpoint", "validation", "resume",
-    "data.root_dir", "data.validation", "data.prefetch", "optim.max_nonfinite",
+    "data.root_dir", "data.validation", "data.prefetch", "data.cache_dir", "data.cache_gb", "optim.max_nonfinite",
 )  # fmt: skip
 
 

@@ -182,7 +182,7 @@ class Run:
         if self._own is not None:
             resume.check_data(self._own, state, self.stream.fingerprints(), args.resume.allow)
         self.validation_sets = {
-            name: TokenSource(folder, args.data.seq_len, 0, self.tokenizer)
+            name: TokenSource(folder, args.data.seq_len, 0, self.tokenizer, cache=self.stream.cache)
             for name, folder in args.data.validation.items()
         }
         self._init = None if self._own is not None else source

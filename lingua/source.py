@@ -11,7 +11,8 @@ import numpy as np
 
 from lingua.errors import UserError
 from lingua.hashing import permutation, text_hash
-from lingua.manifest import load_manifest
+from lingua.manifest import Manifest, load_manifest
+from lingua.remote import DEFAULT_GB, BlockCache, is_remote, load_remote_manifest
 from lingua.tokenizer import Tokenizer
 
 PERIOD = 1024  # source weights are rounded to 1/1024: the interleave repeats after this many rows
@@ -32,12 +33,22 @@ class TokenSource:
         seed: of the order of later epochs.
         tokenizer: refuse shards that another one wrote; None: do not look.
         start: tokens that were used before the first row.
+        cache: of blocks, for a folder on an object store.
     """
 
     def __init__(
-        self, folder: str | Path, seq_len: int, seed: int, tokenizer: Tokenizer | None = None, start: int = 0
+        self,
+        folder: str | Path,
+        seq_len: int,
+        seed: int,
+        tokenizer: Tokenizer | None = None,
+        start: int = 0,
+        cache: BlockCache | None = None,
     ) -> None:
-        manifest = load_manifest(folder)
+        if is_remote(folder):
+            manifest: Manifest = load_remote_manifest(str(folder), cache or BlockCache(None, DEFAULT_GB))
+        else:
+            manifest = load_manifest(folder)
         if tokenizer is not None:
             manifest.check_tokenizer(tokenizer)
         self.seq_len, self.seed, self.start = seq_len, seed, start

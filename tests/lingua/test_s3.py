@@ -11,12 +11,13 @@ import time
 import pytest
 
 from lingua.manifest import verify
+from lingua.metrics import read_metrics
 from lingua.readers import ReaderArgs
 from lingua.shuffle import ShuffleArgs, shuffle
 from lingua.tokenizer import TokenizerArgs
 from tests.corpora import WRITERS, write_formats
 from tests.real_text import real_lines
-from tests.support import ROOT, environment
+from tests.support import ROOT, deterministic, environment, run_app, tiny_words
 
 FILES = [real_lines(600)[:300], real_lines(600)[300:]]
 
@@ -84,17 +85,22 @@ def server(tmp_path_factory):
     moto.stop()
 
 
-def run(url, *words):
+def run_code(url, code, words):
+    """Run ``code`` with a client of the server at ``url``, whose second tries come at once."""
     variables = environment() | {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": "x",
         "AWS_SECRET_ACCESS_KEY": "x",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    code = "import sys; sys.path.insert(0, 'setup'); from lingua import files; files.FIRST_WAIT = 0.01;"
-    code += "from lingua.args import cli; import prepare_data as p; cli(p.PrepareArgs, p.prepare, 'prepare')"
-    command = [sys.executable, "-c", code, "tokenizer.name=bytes", "valid_fraction=0.1", *map(str, words)]
+    code = f"from lingua import files; files.FIRST_WAIT = 0.01; from lingua.args import cli; {code}"
+    command = [sys.executable, "-c", code, *map(str, words)]
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+
+
+def run(url, *words):
+    code = "import sys; sys.path.insert(0, 'setup'); import prepare_data as p; cli(p.PrepareArgs, p.prepare, 'prepare')"
+    return run_code(url, code, ["tokenizer.name=bytes", "valid_fraction=0.1", *words])
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +191,27 @@ def test_prepared_to_s3(server, expected, tmp_path):
 def _made(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def test_trained_from_s3_over_a_connection_that_drops(server, corpus, tmp_path):
+    """The same losses as from the disk; with a connection that never holds, one message."""
+    server[1].create_bucket(Bucket="shards")
+    for path in corpus.rglob("*.*"):
+        server[1].upload_file(str(path), "shards", f"data/{path.relative_to(corpus)}")
+    words = {"steps": 4, "validation__every": 2}
+    run_app("bert", tiny_words("bert", corpus, tmp_path / "local", **words))
+
+    def train(url, name):
+        changed = tiny_words("bert", corpus, tmp_path / name, data__cache_dir=tmp_path / "cache", **words)
+        code = "import apps.bert.train as t; cli(t.BertTrainArgs, t.train, 'train')"
+        return run_code(url, code, [word.replace(f"={corpus}", "=s3://shards/data") for word in changed])
+
+    proxy = Proxy(server[0], drops=3)
+    done = train(proxy.url, "remote")
+    assert done.returncode == 0, done.stderr
+    assert proxy.dropped == 3
+    figures = [deterministic(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("local", "remote")]
+    assert figures[0] == figures[1]
+    done = train(Proxy(server[0], drops=10**9).url, "never")
+    assert done.returncode == 2
+    assert re.search(r"error: .*s3://shards/data", done.stderr)
