@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lingua.checkpoint import load_encoder_weights, read_state, resolve
 from lingua.errors import UserError
 from lingua.probe import check_finite
-from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
+from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer, prefer_copy
 from lingua.transformer import Encoder, init_weights
 
 # Pooled state [B, D] of padded states [B, S, D] and the mask [B, S] of real tokens, specials included.
@@ -238,10 +238,7 @@ def length_buckets(lengths_N: np.ndarray, batch_tokens: int) -> Iterator[np.ndar
 
 def _tokenizer_of(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """The tokenizer a checkpoint was trained with. Raises UserError if what is found now is another one."""
-    args = TokenizerArgs(**config)
-    copy = folder.parent.parent / "tokenizer.model"  # the run's own, where it has one
-    if args.name == "sentencepiece" and folder.parent.name == "checkpoints" and copy.is_file():
-        args.path = str(copy)
+    args = prefer_copy(TokenizerArgs(**config), folder.parent.parent / "tokenizer")
     tokenizer = build_tokenizer(args)
     trained, found = read_state(folder)["tokenizer"], tokenizer.identity()
     if found != trained:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import signal
 import sys
 import time
@@ -27,7 +26,7 @@ from lingua.masking import View, hidden_count
 from lingua.metrics import Console, Metrics, start_logging
 from lingua.optim import OptimArgs, Optimizer, learning_rate
 from lingua.source import TokenSource
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer import build_tokenizer, save_copy
 from lingua.transformer import TransformerArgs
 from lingua.validate import ValidationArgs, validate
 
@@ -189,8 +188,7 @@ class Run:
         partial = self.folder / "config.yaml.partial"
         partial.write_text(to_yaml(args))
         partial.replace(self.folder / "config.yaml")
-        if args.data.tokenizer.path is not None:  # so that the run folder is usable without the rest of the disk
-            shutil.copy(args.data.tokenizer.path, self.folder / "tokenizer.model")
+        save_copy(self.tokenizer, self.folder / "tokenizer")
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._stop is not None and signum == signal.SIGINT:

@@ -14,9 +14,10 @@ import hashlib
 import heapq
 import io
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,22 @@ def check_specials(tokenizer: Tokenizer, where: str) -> None:
             raise UserError(f"{where}: the text {name!r} is encoded as a special token, so a corpus could hold masks")
 
 
+def save_copy(tokenizer: Tokenizer, folder: Path) -> None:
+    """Copy a tokenizer's files to ``folder``, so that a run is usable without the rest of the disk."""
+    if tokenizer.files:
+        folder.mkdir(exist_ok=True)
+        for file in tokenizer.files:
+            shutil.copyfile(file, folder / file.name)
+
+
+def prefer_copy(args: TokenizerArgs, folder: Path) -> TokenizerArgs:
+    """``args`` with its path turned to the copy in ``folder``, if :func:`save_copy` made one."""
+    if args.path is None or not folder.is_dir():
+        return args
+    copy = folder if args.name == "hf" else next(folder.iterdir())
+    return replace(args, path=str(copy))
+
+
 class Tokenizer:
     """What every kind has.
 
@@ -97,6 +114,7 @@ class Tokenizer:
     unk_id: int
     mask_id: int
     special_ids: tuple[int, ...]
+    files: tuple[Path, ...] = ()  # what it was read from
     appended: tuple[str, ...] = ()
     _sha256: str  # over the vocabulary
 
@@ -185,7 +203,7 @@ class SentencePieceTokenizer(Tokenizer):
         except Exception as error:  # the binding raises plain RuntimeError
             raise UserError(f"tokenizer.path={path}: not a SentencePiece model: {error}") from None
         self.vocab_size = self._processor.vocab_size()
-        self._sha256 = hashlib.sha256(model).hexdigest()
+        self._sha256, self.files = hashlib.sha256(model).hexdigest(), (Path(path),)
         ids = [self._processor.piece_to_id(name) for name in SPECIALS]
         for name, index in zip(SPECIALS, ids, strict=True):
             is_special = self._processor.is_control(index) or self._processor.is_unknown(index)

@@ -87,7 +87,7 @@ class TiktokenTokenizer(_WithAppended):
 
         if not Path(path).is_file():
             raise UserError(f"tokenizer.path={path}: no such file")
-        raw = Path(path).read_bytes()
+        raw, self.files = Path(path).read_bytes(), (Path(path),)
         ranks: dict[bytes, int] = {}
         for number, line in enumerate(raw.splitlines(), 1):
             try:
@@ -155,6 +155,7 @@ class HFTokenizer(_WithAppended):
         self.special_ids = tuple(sorted(added | gaps | {getattr(self, f"{role}_id") for role in ROLES}))
         self._special = frozenset(self.special_ids)
         self._sha256 = hashlib.sha256(raw).hexdigest()
+        self.files = (file, *(path for path in beside if path.is_file()))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._library.encode_batch_fast([valid_text(text) for text in texts], add_special_tokens=False)

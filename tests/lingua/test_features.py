@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -285,10 +286,11 @@ def test_another_vocabulary_at_the_same_path_is_refused(tmp_path: Path) -> None:
             assert seen in str(error.value)
         assert str(path) in str(error.value)
 
-    (run / "tokenizer.model").write_bytes(original)  # the run's own copy comes first
+    (run / "tokenizer").mkdir()
+    (run / "tokenizer/x.model").write_bytes(original)  # the run's own copy comes first
     np.testing.assert_array_equal(load_encoder(run, device="cpu").encode(TEXTS), expected)
     path.unlink()
     np.testing.assert_array_equal(load_encoder(run, device="cpu").encode(TEXTS), expected)
-    (run / "tokenizer.model").unlink()
+    shutil.rmtree(run / "tokenizer")
     with pytest.raises(UserError, match="no such file"):
         load_encoder(run, device="cpu")

@@ -166,3 +166,27 @@ def test_ctrl_c_while_starting_prints_no_traceback(corpus: Path, tmp_path: Path)
     done = run_command([sys.executable, "-c", code])
     assert done.returncode == -2
     assert done.stderr == ""
+
+
+def test_a_run_keeps_a_copy_of_any_kind_of_tokenizer(tmp_path: Path) -> None:
+    """A Hugging Face folder: what its tokenizer_config.json says of special tokens comes along."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from lingua.tokenizer import TokenizerArgs, build_tokenizer, prefer_copy, save_copy
+
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    vocabulary = {name: i for i, name in enumerate(["[BEGIN]", "<pad>", "</s>", "<unk>", "<mask>", "some", "text"])}
+    library = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["[BEGIN]"])
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "[BEGIN]"}')
+    args = TokenizerArgs(name="hf", path=str(folder))
+    original = build_tokenizer(args)
+    save_copy(original, tmp_path / "copy")
+    shutil.rmtree(folder)
+    copy = build_tokenizer(prefer_copy(args, tmp_path / "copy"))
+    assert copy.identity() == original.identity()
+    assert copy.bos_id == 0
+    assert prefer_copy(TokenizerArgs(), tmp_path / "nowhere") == TokenizerArgs()
