@@ -25,6 +25,8 @@ from lingua.tokenizer import RobertaTokenizer
 
 @dataclass
 class PrepareRateArgs:
+    """Preparation's tokens per second of one core beside tiktoken's own, on the same text."""
+
     out: str = "???"  # JSON file to write
     text: str = "data/quickstart/raw/text/*.jsonl"  # the text: JSONL or plain
     megabytes: int = 60  # of text, repeated as needed
@@ -67,6 +69,7 @@ def prepare_rate(text: str, megabytes: int, rounds: int) -> dict[str, Any]:
 
 
 def main(args: PrepareRateArgs) -> None:
+    """Measure and write the result."""
     result = prepare_rate(args.text, args.megabytes, args.rounds)
     write_result(args.out, {**environment("tiktoken", "numpy"), **result})
 

@@ -24,6 +24,8 @@ from lingua.shuffle import STAGES, ShuffleArgs, shuffle
 
 @dataclass
 class ShuffleRateArgs:
+    """A whole shuffle's tokens per second by number of worker processes."""
+
     out: str = "???"  # JSON file to write
     text: str = "data/quickstart/raw/text/*.jsonl"  # any input of lingua.readers
     megabytes: int = 200  # of text, repeated as needed
@@ -78,6 +80,7 @@ def shuffle_rate(args: ShuffleRateArgs) -> dict[str, Any]:
 
 
 def main(args: ShuffleRateArgs) -> None:
+    """Measure and write the result."""
     result = shuffle_rate(args)
     write_result(args.out, {**environment("tiktoken", "numpy"), **result})
     rows = [

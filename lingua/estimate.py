@@ -26,6 +26,8 @@ PACKED_BYTES = 5  # of text in a byte of a compressed file
 
 @dataclass(frozen=True)
 class Estimate:
+    """What a source is expected to give, from its first megabyte."""
+
     tokens: float
     documents: float
 
@@ -59,6 +61,7 @@ def bucket_count(expected: Estimate | None, item_bytes: int, args: ShuffleArgs) 
 
 
 def check_disk_space(name: str, folder: Path, expected: Estimate | None, args: ShuffleArgs, item_bytes: int) -> None:
+    """Say how much disk a shuffle needs. Raises UserError if there is less, unless ``args.check_disk`` is off."""
     free = shutil.disk_usage(folder).free
     if expected is None:
         print(f"{name}: {free / 1e9:,.1f} GB of disk are free; the dataset does not tell how much it needs", flush=True)

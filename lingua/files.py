@@ -26,6 +26,8 @@ CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class InputFile:
+    """One file of a source."""
+
     index: int  # place in the sorted list of all files of the source
     path: str
     size: int  # bytes as stored; 0 if unknown (a streamed dataset)

@@ -33,6 +33,8 @@ def token_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class Shard:
+    """One shard of a folder: counts, sizes in bytes, and checksums of its two files."""
+
     name: str  # without ending
     tokens: int
     documents: int

@@ -26,6 +26,8 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass
 class ReaderArgs:
+    """Where the raw text of a source lies and how it is read."""
+
     # file, folder or glob of files (sorted), on any fsspec path, or hf:NAME[:config[:split]] (hub id or local
     # folder); several are separated by commas
     path: str = "???"
@@ -61,6 +63,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Document:
+    """One text and the place it comes from."""
+
     text: str
     file: int  # InputFile.index
     path: str
@@ -70,6 +74,8 @@ class Document:
 
 @dataclass(frozen=True)
 class BadLine:
+    """A document that could not be read, its place, and why."""
+
     path: str
     line: int
     reason: str
@@ -77,6 +83,8 @@ class BadLine:
 
 @dataclass
 class Parsed:
+    """What a block gave: its documents, and those that could not be read."""
+
     documents: list[Document] = field(default_factory=list)
     bad: list[BadLine] = field(default_factory=list)
 

@@ -69,6 +69,7 @@ def bucket_of(keys: np.ndarray, n: int) -> np.ndarray:
 
 
 def bucket_path(folder: Path, index: int, ending: str) -> Path:
+    """The file of bucket ``index`` with a given ending."""
     return folder / f"{index:05d}.{ending}"
 
 

@@ -46,6 +46,7 @@ def run_stages(
 
 
 def split_names(args: ShuffleArgs) -> dict[str, bool]:
+    """The splits that a preparation writes: train, and valid if a share goes there."""
     return {"train": False, "valid": True} if args.valid_fraction else {"train": False}
 
 
@@ -137,7 +138,8 @@ def _counts(partial: Path, plan: dict[str, Any], out: Path, args: ShuffleArgs) -
     for i in range(plan["jobs"]):
         folder = partial / "work" / f"part_{i:05d}"
         state = load_state(folder)
-        assert state is not None
+        if state is None:
+            raise UserError(f"{folder}: part {i} of the work is gone; run its stage=tokenize again")
         counts.add(state.counts)
         skipped += [json.loads(line) for line in (folder / SKIPPED).read_text().splitlines()]
     skipped.sort(key=lambda bad: (bad["path"], bad["line"]))

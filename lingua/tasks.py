@@ -91,6 +91,8 @@ class Split:
 
 @dataclass
 class Task:
+    """A labelled task that has been read: its two splits and its classes."""
+
     name: str
     args: TaskArgs
     train: Split

@@ -35,6 +35,8 @@ SPECIALS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 
 @dataclass
 class TokenizerArgs:
+    """Which tokenizer, and the file it is read from."""
+
     name: str = "roberta"  # roberta | sentencepiece | tiktoken | hf | bytes
     # sentencepiece: a .model file; tiktoken: its file; hf: a tokenizer.json, a folder with one, or an id on the hub
     path: str | None = None
@@ -247,6 +249,8 @@ def valid_text(text: str) -> str:
 
 @dataclass
 class TrainArgs:
+    """Train a SentencePiece vocabulary from a corpus."""
+
     input: str = "???"  # the corpus: a file or a glob of JSONL or plain text, any fsspec path
     out: str = "???"  # the .model file to write
     text: str = "text"  # the JSONL column that holds the text

@@ -16,6 +16,8 @@ from lingua.manifest import NAME, verify
 
 @dataclass
 class VerifyArgs:
+    """Read prepared data again and check every byte."""
+
     folder: str = "???"  # prepared data: all of it, a source, or a split
 
 

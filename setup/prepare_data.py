@@ -23,6 +23,8 @@ from lingua.upload import is_remote, upload
 
 @dataclass
 class PrepareArgs(ShuffleArgs):
+    """Prepare token shards from raw text, for one or more named sources."""
+
     sources: dict[str, ReaderArgs] = field(default_factory=dict)  # name: {path, format, text, document, on_error}
     out: str = "???"  # folder to write, or a URL (s3://...), which needs a work folder
     work: str = ""  # folder on a disk to prepare in where out is a URL; may be deleted afterwards
