@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lingua.checkpoint import load_encoder_weights, read_state, resolve
 from lingua.errors import UserError
 from lingua.probe import check_finite
+from lingua.resume import check_tokenizer
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer, prefer_copy
 from lingua.transformer import Encoder, init_weights
 
@@ -240,13 +241,7 @@ def _tokenizer_of(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """The tokenizer a checkpoint was trained with. Raises UserError if what is found now is another one."""
     args = prefer_copy(TokenizerArgs(**config), folder.parent.parent / "tokenizer")
     tokenizer = build_tokenizer(args)
-    trained, found = read_state(folder)["tokenizer"], tokenizer.identity()
-    if found != trained:
-        there, then = (f"{i['kind']}, {i['vocab_size']} ids, sha256 {i['sha256'][:8]}" for i in (found, trained))
-        raise UserError(
-            f"{folder}: the vocabulary {args.path or args.name} ({there}) is not the one that the run was trained with "
-            f"({then}): put that file back"
-        )
+    check_tokenizer(folder, read_state(folder), tokenizer, args)
     return tokenizer
 
 

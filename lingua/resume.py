@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from lingua.args import read_yaml, to_dict
 from lingua.errors import UserError
+from lingua.tokenizer import Tokenizer, TokenizerArgs
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +69,16 @@ def check_config(checkpoint: Path, args: Any) -> None:
         log.warning("resuming with %s=%s instead of %s, as resume.allow says", key, new.get(key), old.get(key))
 
 
-def check_tokenizer(checkpoint: Path, state: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raise UserError unless a checkpoint's tokenizer is the one at hand: ids would mean other text."""
+def check_tokenizer(checkpoint: Path, state: dict[str, Any], tokenizer: Tokenizer, args: TokenizerArgs) -> None:
+    """Raise UserError unless ``tokenizer``, built from ``args``, is the checkpoint's: ids would mean other text."""
+    identity = tokenizer.identity()
     if state["tokenizer"] != identity:
         then, now = (
             f"{i['kind']}, {i['vocab_size']} ids, sha256 {i['sha256'][:8]}" for i in (state["tokenizer"], identity)
         )
         raise UserError(
-            f"{checkpoint} was trained with another tokenizer ({then}) than data.tokenizer names ({now}); "
-            "put the old one back, or give a new dump_dir"
+            f"{checkpoint} was trained with another tokenizer ({then}) than {args.path or args.name} is now ({now}); "
+            "put the old one back, or train in a new dump_dir"
         )
 
 

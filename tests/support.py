@@ -113,6 +113,12 @@ def run_command(words: list[str], **options: object) -> subprocess.CompletedProc
     return subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, **options)
 
 
+def run_offline(code: str, home: Path) -> subprocess.CompletedProcess:
+    """Run Python code with the hub's libraries in their offline mode and an empty cache."""
+    variables = environment() | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home)}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
+
+
 def deterministic(records: list[dict]) -> list[dict]:
     """Metric records without what depends on the clock."""
     clock = ("tokens_per_second", "data_tokens_per_second", "data_wait_share")

@@ -1,12 +1,10 @@
 """Columns, compression and hub folders: the same documents out of each, and what damage does."""
 
 import os
-import subprocess
 import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -22,6 +20,7 @@ from lingua.shuffle import ShuffleArgs, shuffle
 from lingua.tokenizer import TokenizerArgs
 from tests.corpora import WRITERS, write_formats, write_hub, write_jsonl, write_parquet, write_zstd
 from tests.real_text import real_lines
+from tests.support import run_offline
 
 # the first two of equal length, because save_to_disk cuts evenly
 FILES = [["one", "two\nlines", "", "  "], ["漢字 😀", "a\u0301", "x" * 3000, "last"]]
@@ -170,13 +169,7 @@ def test_a_folder_with_several_splits_asks_which(tmp_path):
 
 def test_offline_the_hub_is_named_as_the_reason(tmp_path):
     code = "from lingua.readers import *; list_files('hf:someone/something')"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
+    done = run_offline(code, tmp_path)
     assert "hf:someone/something: cannot be opened" in done.stderr
     assert "HF_HUB_OFFLINE is set, so only local folders can be read" in done.stderr
 

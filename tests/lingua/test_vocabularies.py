@@ -1,9 +1,5 @@
 import base64
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +13,7 @@ from lingua.shuffle import ShuffleArgs, shuffle
 from lingua.tokenizer import SPECIALS, RobertaTokenizer, TokenizerArgs, build_tokenizer
 from tests.corpora import write_jsonl
 from tests.real_text import ODD_TEXTS, real_lines
+from tests.support import run_offline
 
 
 def build(name, path=None, pattern=None):
@@ -186,12 +183,6 @@ def test_bad_vocabularies(tmp_path, gpt2_file, byte_bpe):
 
 def test_offline_an_id_is_named(tmp_path):
     code = "from lingua.tokenizer import *; build_tokenizer(TokenizerArgs('hf', 'someone/something'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
+    done = run_offline(code, tmp_path)
     assert "tokenizer.path=someone/something: no such folder, and the hub does not give it: " in done.stderr
     assert "setup/download_tokenizer.py" in done.stderr
