@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lingua.flops import block_flops, matrix_parameters
+from lingua.flops import ForwardFlops, block_flops, matrix_parameters, product_flops, stack_flops
 from lingua.loss import LossSum, cross_entropy
-from lingua.masking import View, documents, same_document, target_weights
+from lingua.masking import View, documents, hidden_count, same_document, target_weights
 from lingua.transformer import Encoder, TransformerArgs, init_weights
 
 
@@ -60,6 +60,12 @@ class Bert(nn.Module):
     def flops_per_token(self, seq_len: int) -> float:
         """The paper's F for training, per token."""
         return block_flops(self.encoder.layers, self.args.dim, seq_len)
+
+    def row_flops(self, seq_len: int, hidden_ratio: float) -> ForwardFlops:
+        """What the forward pass of one row costs the hardware, logits at the masked positions included."""
+        hidden = hidden_count(seq_len, hidden_ratio)
+        blocks = stack_flops(self.encoder.layers, self.args.dim, seq_len)
+        return blocks + product_flops(self.encoder.embedding.weight.shape, hidden)
 
     def parameter_counts(self) -> dict[str, int]:
         """Weights in matrices: ``full``, used ``per_token``, and of the ``encoder`` that is kept. All equal here."""

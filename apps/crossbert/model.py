@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from lingua.flops import block_flops, matrix_parameters
+from lingua.flops import ForwardFlops, block_flops, matrix_parameters, product_flops, stack_flops
 from lingua.loss import LossSum, cross_entropy
-from lingua.masking import View, documents, same_document, target_weights
+from lingua.masking import View, documents, hidden_count, same_document, target_weights
 from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs, init_weights
 
 
@@ -74,6 +74,22 @@ class CrossBert(nn.Module):
         encoder = block_flops(self.encoder.layers, self.args.dim, seq_len)
         predictor = block_flops(self.predictor.layers, len(self.predictor.mask_vector), seq_len)
         return encoder * (1 - ratio) + predictor * ratio
+
+    def row_flops(self, seq_len: int, hidden_ratio: float, complementary: bool) -> ForwardFlops:
+        """What the forward pass of one row, all its views, costs the hardware.
+
+        The encoder runs on the visible positions, the predictor and the logits on the hidden ones.
+        """
+        hidden = hidden_count(seq_len, hidden_ratio)
+        total = ForwardFlops()
+        for masked in (hidden, seq_len - hidden) if complementary else (hidden,):
+            visible = seq_len - masked
+            total += stack_flops(self.encoder.layers, self.args.dim, visible)
+            total += stack_flops(self.predictor.layers, len(self.predictor.mask_vector), masked, keys=visible)
+            total += product_flops(self.encoder.embedding.weight.shape, masked)
+            if isinstance(self.predictor.out, nn.Linear):
+                total += product_flops(self.predictor.out.weight.shape, masked)
+        return total
 
     def parameter_counts(self) -> dict[str, int]:
         """Weights in matrices.
