@@ -34,14 +34,14 @@ class InputFile:
     stamp: str = ""  # changes when the file does
 
 
-def optional(module: str, purpose: str) -> Any:
-    """Import a package of requirements-data.txt. Raises UserError with the pip line if it is missing."""
+def optional(module: str, purpose: str, requirements: str = "requirements-data.txt") -> Any:
+    """Import a package of a requirements file. Raises UserError with the pip line if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(
             f"{purpose} needs the package {module.partition('.')[0]} ({error}); install it with "
-            "pip install -r requirements-data.txt"
+            f"pip install -r {requirements}"
         ) from None
 
 

@@ -66,6 +66,7 @@ class Manifest:
     # documents of the whole source: read + pieces = stored + empty + unreadable + duplicates
     counts: dict[str, int] = field(default_factory=dict)
     lengths: dict[str, Any] = field(default_factory=dict)  # of documents, in tokens: mean, longest, at_most
+    languages: dict[str, Any] = field(default_factory=dict)  # of a sample of this split: documents, shares by ISO code
     folder: Path = field(default=Path(), compare=False)  # where it was read from; not in the file
 
     def tokens_path(self, shard: int) -> Path:

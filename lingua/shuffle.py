@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from lingua import languages
 from lingua.errors import UserError
 from lingua.estimate import bucket_count, check_disk_space, estimate
 from lingua.files import InputFile, list_files
@@ -38,7 +39,7 @@ STAGES = ("tokenize", "sort", "pack")
 @dataclass
 class ShuffleArgs:
     """What decides the bytes: ``tokenizer``, ``seed``, ``valid_fraction``, ``shard_tokens``, ``duplicates``,
-    ``max_document_tokens`` and ``long_documents``."""
+    ``max_document_tokens`` and ``long_documents``, and of the manifest also ``languages``."""
 
     tokenizer: TokenizerArgs = field(default_factory=TokenizerArgs)
     seed: int = 0  # of the order
@@ -47,6 +48,7 @@ class ShuffleArgs:
     duplicates: str = "keep"  # documents whose text is exactly that of another: keep | drop (all but the first)
     max_document_tokens: int = 0  # <s> and </s> included; 0: any length
     long_documents: str = "split"  # what becomes of longer ones: split (each piece is a document) | cut
+    languages: int = 1000  # documents of each split whose language is guessed, for the manifest; 0: none
     workers: int = 1  # processes; 1: this one alone
     memory_gb: float = 2.0  # of all workers, beside what Python and the tokenizer take in each
     check_disk: bool = True  # stop where the estimate of the disk needed exceeds what is free
@@ -64,6 +66,7 @@ class ShuffleArgs:
                 self.max_document_tokens == 0 or self.max_document_tokens >= 3,
                 "0 or at least 3",
             ),
+            ("languages", self.languages, self.languages >= 0, "at least 0"),
             ("long_documents", self.long_documents, self.long_documents in ("split", "cut"), "split or cut"),
             ("workers", self.workers, self.workers >= 1, "at least 1"),
             ("memory_gb", self.memory_gb, self.memory_gb > 0, "above 0"),
@@ -99,6 +102,8 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
         UserError: unreadable input, nothing in it, other settings in an existing folder, no space.
     """
     files = list_files(reader.path)
+    if args.languages:
+        languages.package()  # a missing one is known at once
     tokenizer = build_tokenizer(args.tokenizer)
     if tokenizer.appended:
         first = tokenizer.vocab_size - len(tokenizer.appended)
@@ -151,7 +156,7 @@ def _alone(work: Path, args: ShuffleArgs) -> Iterator[None]:
 
 
 def _settings(args: ShuffleArgs) -> dict[str, Any]:
-    names = ("valid_fraction", "shard_tokens", "duplicates", "max_document_tokens", "long_documents")
+    names = ("valid_fraction", "shard_tokens", "duplicates", "max_document_tokens", "long_documents", "languages")
     # 0 and 0.0 are written alike
     return {**{name: getattr(args, name) for name in names}, "valid_fraction": float(args.valid_fraction)}
 

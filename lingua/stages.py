@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lingua.errors import UserError
 from lingua.files import InputFile
+from lingua.languages import language_statistics
 from lingua.manifest import Manifest
 from lingua.progress import Progress
 from lingua.readers import ReaderArgs
@@ -42,7 +43,7 @@ def run_stages(
         fill_buckets(folder, common["source"], files[number::n], reader, args, tokenizer, plan["buckets"])
     if args.stage in ("all", "sort"):
         _sort(work, plan, args, common)
-    return args.stage in ("all", "pack") and _pack(partial, plan, args, common)
+    return args.stage in ("all", "pack") and _pack(partial, plan, args, tokenizer, common)
 
 
 def split_names(args: ShuffleArgs) -> dict[str, bool]:
@@ -78,7 +79,7 @@ def _given(value: Any) -> Any:
     return value
 
 
-def _pack(partial: Path, plan: dict[str, Any], args: ShuffleArgs, common: dict[str, Any]) -> bool:
+def _pack(partial: Path, plan: dict[str, Any], args: ShuffleArgs, tokenizer: Tokenizer, common: dict[str, Any]) -> bool:
     """Write this job's shards; if with them all are there, the manifests too. Returns whether they are."""
     work = partial / "work"
     out = work / "sorted"
@@ -123,7 +124,10 @@ def _pack(partial: Path, plan: dict[str, Any], args: ShuffleArgs, common: dict[s
             shards=shards,
             counts=asdict(counts),
             lengths=split.length_statistics(),
+            folder=partial / name,
         )
+        if args.languages:
+            manifest.languages = language_statistics(manifest, tokenizer, args.languages)
         manifest.save(partial / name)
     return True
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lingua.args import cli
 from lingua.errors import UserError
+from lingua.languages import described
 from lingua.manifest import NAME, verify
 
 
@@ -45,6 +46,8 @@ def verify_all(args: VerifyArgs) -> None:
             f"{split}: good: {manifest.tokens:,} tokens, {manifest.documents:,} documents{said}, "
             f"{len(manifest.shards)} shards"
         )
+        if manifest.languages:
+            print(f"{split}: {described(manifest.languages)}")
     if damaged:
         raise UserError(f"{folder}: {damaged} of {len(splits)} splits are damaged (see above)")
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script from a che
 
 from lingua.args import cli
 from lingua.errors import UserError
+from lingua.languages import described
 from lingua.readers import ReaderArgs
 from lingua.shuffle import ShuffleArgs, shuffle
 from lingua.upload import is_remote, upload
@@ -47,6 +48,8 @@ def prepare(args: PrepareArgs) -> None:
                 f"{manifest.folder}: {manifest.tokens:,} tokens, {manifest.documents:,} documents, "
                 f"{manifest.bytes_of_text / 1e6:.1f} MB of text, {len(manifest.shards)} shards"
             )
+            if manifest.languages:
+                print(f"{manifest.folder}: {described(manifest.languages)}")
             if split == "train":
                 for count, what in (
                     (manifest.skipped_count, "unreadable lines left out, listed in skipped.jsonl"),

@@ -142,7 +142,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shuffle_module, "build_tokenizer", lambda args: LargeTokenizer())
     write_jsonl(tmp_path / "a.jsonl", ["rare \x00\x01 bytes"] * 3)
-    manifest = prepare(tmp_path, tmp_path / "out", valid_fraction=0)["train"]
+    manifest = prepare(tmp_path, tmp_path / "out", valid_fraction=0, languages=0)["train"]
     assert manifest.dtype == "<u4"
     assert 50_108 + 19_000 in manifest.open_tokens(0)
     verify(manifest.folder)
