@@ -45,6 +45,38 @@ def test_rows_are_those_of_the_stream_with_their_documents_and_masks(corpus):
         assert "⟦" not in printed(corpus, f"first={index}", "hidden_ratio=0")
 
 
+def test_rows_of_any_phase_are_those_of_the_run(corpus):
+    """A run of 4 rows a step whose second phase has rows half as long and whose third has another mix."""
+    prepared = ["data.phases=[{from_tokens: 1500, seq_len: 32}, {from_tokens: 4000, seq_len: 128}]"]
+    words = [*prepared, "batch_tokens=512", "views=2", "seed=7", "rows=3", "hidden_ratio=0.25"]
+    args = parse(InspectArgs, [f"data.root_dir={corpus}", "data.seq_len=64", *words]).data
+    tokenizer = build_tokenizer(TokenizerArgs())
+    stream = TokenStream(args, tokenizer, 7, rows_per_step=4, micro_rows=2, views=2)
+    # phases begin after the step that reaches 1,500 and 4,000 view tokens: steps 1-3, 4-8 and 9 on
+    for phase, step, seq_len, per_step in ((0, 1, 64, 4), (1, 4, 32, 8), (2, 9, 128, 2)):
+        rows = torch.cat([part.tokens_BS for number in (step, step + 1) for part in stream.step_rows(number)])[:3]
+        index = torch.cat([part.index_B for number in (step, step + 1) for part in stream.step_rows(number)])[:3]
+        out = printed(corpus, *words, f"phase={phase}").split("\n\n")[:3]
+        for number, (text, tokens, row) in enumerate(zip(out, rows, index.tolist(), strict=True)):
+            heading, _, body = text.partition("\n")
+            assert heading.startswith(
+                f"row {row} (phase {phase}, step {step + number // per_step}): {seq_len} tokens, "
+            )
+            assert body.replace("⟦", "").replace("⟧", "").replace("\n", "") == tokenizer.decode(tokens.numpy())
+            hidden = split_positions(torch.tensor([row]), seq_len, 0.25, 7).hidden_BM[0]
+            assert "".join(re.findall("⟦(.*?)⟧", body)) == tokenizer.decode(tokens[hidden].numpy())
+    for bad, message in (
+        (["phase=3"], "phase=3: data.phases has 2, so expected 0 to that"),
+        (["first=10"], "first=10 rows=3: phase 0 has only 12 rows"),
+        (["batch_tokens=500"], "batch_tokens=500 views=2: not a whole number of rows of data.seq_len=64"),
+        (["views=0"], "batch_tokens=512 views=0: not a whole number"),
+    ):
+        with pytest.raises(UserError, match=message):
+            printed(corpus, *words, *bad)
+    with pytest.raises(UserError, match=r"phase=1: data\.phases has 0"):
+        printed(corpus, "phase=1")
+
+
 def test_colours(corpus):
     text = printed(corpus, "color=always", "rows=1")
     assert text.count(HIDDEN) > 5
