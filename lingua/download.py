@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lingua.errors import UserError
-from lingua.files import FIRST_WAIT, TRIES, optional
+from lingua.files import FIRST_WAIT, TRIES, optional, write_atomically
 
 STAMP = "source.json"
 
@@ -35,9 +35,7 @@ def list_repository(repo: str, repo_type: str, revision: str, folder: Path) -> t
         raise UserError(f"{repo}: the hub does not answer for it: {_said(error)}; {_hint(hub)}") from None
     files = sorted(sibling.rfilename for sibling in info.siblings or [])
     folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({**wanted, "commit": info.sha, "files": files}))
-    partial.replace(path)
+    write_atomically(path, json.dumps({**wanted, "commit": info.sha, "files": files}))
     return info.sha, files
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import importlib
 import io
+import os
 import re
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import fsspec
@@ -43,6 +45,28 @@ def optional(module: str, purpose: str, requirements: str = "requirements-data.t
             f"{purpose} needs the package {module.partition('.')[0]} ({error}); install it with "
             f"pip install -r {requirements}"
         ) from None
+
+
+def write_atomically(path: Path, content: str | bytes, keep: bool = False) -> None:
+    """Write ``path`` whole or not at all, also where several processes and machines write it at once.
+
+    Args:
+        keep: leave a file that is there already, which another process may just have written.
+    """
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        if not keep:
+            partial.replace(path)
+            return
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def list_files(pattern: str) -> list[InputFile]:
@@ -96,9 +120,8 @@ def _folder(folder: str, infos: dict[str, dict]) -> dict[str, dict]:
 
 
 def _stamp(info: dict[str, Any]) -> str:
-    return " ".join(
-        f"{key}={info[key]}" for key in ("size", "mtime", "ETag", "LastModified", "last_modified") if info.get(key)
-    )
+    tags = ("ETag",) if info.get("ETag") else ("mtime", "LastModified", "last_modified")
+    return " ".join(f"{key}={info[key]}" for key in ("size", *tags) if info.get(key))
 
 
 def check_unchanged(file: InputFile) -> None:

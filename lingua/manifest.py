@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lingua.errors import UserError
+from lingua.files import write_atomically
 from lingua.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
@@ -55,7 +56,7 @@ class Manifest:
     dtype: str  # NumPy name of the token type: <u2 | <u4
     seed: int
     settings: dict[str, Any]  # what else decides the bytes
-    inputs: list[dict[str, Any]]  # path and size in bytes of each raw file
+    inputs: list[dict[str, Any]]  # path, size in bytes, and time or tag of each raw file
     tokens: int  # <s> and </s> included
     documents: int
     bytes_of_text: int  # UTF-8
@@ -98,9 +99,7 @@ class Manifest:
         """Write ``folder/manifest.json``, atomically."""
         values = dataclasses.asdict(self)
         del values["folder"]
-        partial = folder / (NAME + ".partial")
-        partial.write_text(json.dumps(values, indent=1) + "\n")
-        partial.replace(folder / NAME)
+        write_atomically(folder / NAME, json.dumps(values, indent=1) + "\n")
 
 
 def load_manifest(folder: str | Path) -> Manifest:

@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 
 from lingua.errors import UserError
-from lingua.files import open_raw
+from lingua.files import open_raw, write_atomically
 from lingua.manifest import AGAIN, DOCS_DTYPE, NAME, Manifest, parse_manifest
 
 DEFAULT_GB = 10.0  # of the cache
@@ -55,9 +55,7 @@ class BlockCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._make_room(size)
-            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-            partial.write_bytes(content)
-            partial.replace(path)
+            write_atomically(path, content)
         except OSError as error:
             raise UserError(
                 f"data.cache_dir={self.folder}: cannot be written: {error.strerror}; free space, lower data.cache_gb, "

@@ -26,10 +26,9 @@ import numpy as np
 from lingua import languages
 from lingua.errors import UserError
 from lingua.estimate import bucket_count, check_disk_space, estimate
-from lingua.files import InputFile, list_files
+from lingua.files import InputFile, list_files, write_atomically
 from lingua.manifest import FORMAT_VERSION, NAME, Manifest, load_manifest, token_dtype
 from lingua.readers import BLOCK_BYTES, ReaderArgs
-from lingua.sorting import write_json
 from lingua.stages import run_stages, split_names
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 
@@ -92,8 +91,8 @@ class ShuffleArgs:
 def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -> dict[str, Manifest]:
     """Prepare one source: ``OUT/NAME/train`` and, for ``valid_fraction`` above 0, ``OUT/NAME/valid``.
 
-    Finished identical work (same settings, tokenizer, and names and sizes of the inputs) is recognised and
-    returned at once; interrupted work goes on.
+    Finished work (same settings, tokenizer, and names and sizes of the inputs; it is said if their times are others)
+    is recognised and returned at once; interrupted work goes on.
 
     Returns:
         The manifests by split; none while other stages or other jobs are still to come.
@@ -115,7 +114,7 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
         "dtype": token_dtype(tokenizer.vocab_size),
         "seed": args.seed,
         "settings": _settings(args) | {"reader": _reader_settings(reader)},
-        "inputs": [{"path": file.path, "bytes": file.size} for file in files],
+        "inputs": [{"path": file.path, "bytes": file.size, "stamp": file.stamp} for file in files],
     }
     final, partial = Path(out) / name, Path(out) / f"{name}.partial"
     if final.exists():
@@ -123,11 +122,14 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
     try:
         plan = _plan(partial, files, reader, args, tokenizer, common)
         with _alone(partial / "work", args):
-            finished = run_stages(partial, plan, files, reader, args, tokenizer, common)
-        if not finished:
-            print(f"{name}: part {args.part} of stage {args.stage} is done", flush=True)
-            return {}
-        if not final.exists():  # another job may have been the last one too
+            if final.exists():  # another process did it all while this one looked
+                shutil.rmtree(partial)
+                return _finished(final, common, args)
+            if not run_stages(partial, plan, files, reader, args, tokenizer, common):
+                print(f"{name}: part {args.part} of stage {args.stage} is done", flush=True)
+                return {}
+            for path in partial.rglob("*.partial"):
+                path.unlink()  # of a process that was killed while it wrote
             partial.rename(final)
         shutil.rmtree(final / "work", ignore_errors=True)
     except OSError as error:
@@ -181,7 +183,20 @@ def _finished(final: Path, common: dict[str, Any], args: ShuffleArgs) -> dict[st
             f"{final}: already prepared otherwise: {difference}; choose another out, or delete the folder to "
             "prepare it anew"
         )
-    print(f"{final}: already prepared, nothing to do", flush=True)
+    print(
+        f"{final}: already prepared, nothing to do: same settings, tokenizer, and names and sizes of inputs", flush=True
+    )
+    touched = [
+        new["path"]
+        for old, new in zip(found["inputs"], common["inputs"], strict=True)
+        if old.get("stamp", new["stamp"]) != new["stamp"]
+    ]
+    if touched:
+        print(
+            f"{final}: note: {len(touched)} of {len(common['inputs'])} inputs have the same size but another time or tag "
+            f"than then, such as {touched[0]}; if their text is another, delete the folder and prepare again",
+            flush=True,
+        )
     return manifests
 
 
@@ -234,10 +249,8 @@ def _plan(
     if args.stage in ("sort", "pack"):
         raise UserError(f"{partial}: no work to go on with; run stage=tokenize first")
     expected = estimate(files, reader, args, tokenizer)
-    if args.share[1] == 1:
-        shutil.rmtree(partial, ignore_errors=True)  # killed before there was a plan
     path.parent.mkdir(parents=True, exist_ok=True)
     check_disk_space(common["source"], path.parent, expected, args, np.dtype(common["dtype"]).itemsize)
     plan = {**wanted, "buckets": bucket_count(expected, np.dtype(common["dtype"]).itemsize, args)}
-    write_json(path, plan)
-    return plan
+    write_atomically(path, json.dumps(plan), keep=True)
+    return _plan(partial, files, reader, args, tokenizer, common)  # another job may have been the first

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from lingua.files import write_atomically
 from lingua.manifest import Shard
 from lingua.shards import COPY_BYTES, RECORD, ShardFile, bucket_of, bucket_path, cut_into_shards, gather
 
@@ -36,13 +37,6 @@ class SortJob:
     memory_bytes: float
 
 
-def write_json(path: Path, values: Any) -> None:
-    """Write ``path`` whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(values))
-    partial.replace(path)
-
-
 def sort_bucket(job: SortJob, index: int) -> int:
     """Write bucket ``index`` in order, split by split, and remove it; its number of tokens.
 
@@ -50,7 +44,7 @@ def sort_bucket(job: SortJob, index: int) -> int:
     """
     done = bucket_path(job.out, index, "json")
     if not done.is_file():
-        write_json(done, _sort(job, index))
+        write_atomically(done, json.dumps(_sort(job, index)))
     for part in job.parts:
         for ending in ("tokens", "records"):
             bucket_path(part, index, ending).unlink(missing_ok=True)
@@ -259,7 +253,7 @@ def pack_shard(_: None, job: ShardJob) -> ShardJob:
             shard.add_tokens(data)
         for data in _copy(job, "lengths", job.lengths, np.dtype(LENGTH_DTYPE).itemsize):
             shard.add_documents(np.frombuffer(data, LENGTH_DTYPE))
-        write_json(job.done, asdict(shard.close()))
+        write_atomically(job.done, json.dumps(asdict(shard.close())))
     return job
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lingua.errors import UserError
-from lingua.files import InputFile
+from lingua.files import InputFile, write_atomically
 from lingua.languages import language_statistics
 from lingua.manifest import Manifest
 from lingua.progress import Progress
@@ -152,7 +152,5 @@ def _counts(partial: Path, plan: dict[str, Any], out: Path, args: ShuffleArgs) -
         counts.duplicates += said["duplicates"]
         counts.pieces -= said["duplicate_pieces"]
     if skipped:
-        partial_list = partial / f"{SKIPPED}.partial"
-        partial_list.write_text("".join(json.dumps(bad) + "\n" for bad in skipped))
-        partial_list.replace(partial / SKIPPED)
+        write_atomically(partial / SKIPPED, "".join(json.dumps(bad) + "\n" for bad in skipped))
     return counts, skipped[:MAX_LISTED]

@@ -17,6 +17,7 @@ import io
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,9 @@ import numpy as np
 
 from lingua.args import cli
 from lingua.errors import UserError
+from lingua.files import list_files, write_atomically
 from lingua.hashing import counter_hash
+from lingua.progress import Progress
 from lingua.readers import ReaderArgs, documents
 
 KINDS = ("roberta", "sentencepiece", "tiktoken", "hf", "bytes")
@@ -278,9 +281,14 @@ def train(args: TrainArgs) -> None:
     """
     import sentencepiece
 
+    begun = time.monotonic()
+    files = list_files(args.input)
+    megabytes = sum(file.size for file in files) / 1e6
+    print(f"{args.input}: reading {len(files)} files of {megabytes:,.1f} MB in all", flush=True)
     sentences = _sample(args)
     if not sentences:
         raise UserError(f"{args.input}: no text to train a vocabulary on")
+    print(f"training a {args.kind} vocabulary of {args.vocab_size:,} on {len(sentences):,} sentences", flush=True)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -300,15 +308,14 @@ def train(args: TrainArgs) -> None:
     except Exception as error:  # the binding raises plain RuntimeError and OSError
         raise UserError(f"vocab_size={args.vocab_size} on {len(sentences)} sentences: {error}") from None
     out = Path(args.out)
-    partial = out.with_name(out.name + ".partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(model.getvalue())
-        partial.replace(out)
+        write_atomically(out, model.getvalue())
     except OSError as error:
         raise UserError(f"out={out}: cannot write: {error}") from None
     tokenizer = SentencePieceTokenizer(args.out)
-    print(f"{args.out}: {tokenizer.vocab_size} pieces from {len(sentences)} sentences")
+    seconds = time.monotonic() - begun
+    print(f"{args.out}: {tokenizer.vocab_size:,} pieces from {len(sentences):,} sentences, {seconds:.0f} s")
 
 
 MAX_SENTENCE_BYTES = 4096
@@ -318,14 +325,16 @@ def _sample(args: TrainArgs) -> list[str]:
     """``sample_sentences`` sentences, uniformly over the corpus, in corpus order."""
     smallest: list[tuple[int, int, str]] = []  # heap of (-hash, place, sentence): the largest hash on top
     place = 0
-    for document in documents(ReaderArgs(path=args.input, text=args.text)):
-        for sentence in _sentences(document.text):
-            entry = (-counter_hash(args.seed, place), place, sentence)
-            if not args.sample_sentences or len(smallest) < args.sample_sentences:
-                heapq.heappush(smallest, entry)
-            elif entry > smallest[0]:
-                heapq.heapreplace(smallest, entry)
-            place += 1
+    with Progress(args.input, None, "sentences") as progress:
+        for document in documents(ReaderArgs(path=args.input, text=args.text)):
+            for sentence in _sentences(document.text):
+                entry = (-counter_hash(args.seed, place), place, sentence)
+                if not args.sample_sentences or len(smallest) < args.sample_sentences:
+                    heapq.heappush(smallest, entry)
+                elif entry > smallest[0]:
+                    heapq.heapreplace(smallest, entry)
+                place += 1
+                progress.advance(0, 1)
     return [sentence for _, _, sentence in sorted(smallest, key=lambda entry: entry[1])]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from lingua.files import InputFile
+from lingua.files import InputFile, write_atomically
 from lingua.hashing import counter_hash, text_hash
 from lingua.manifest import token_dtype
 from lingua.progress import Progress
@@ -75,9 +75,7 @@ class State:
     records: list[int] = field(default_factory=list)  # documents in each bucket
 
     def save(self, folder: Path) -> None:
-        partial = folder / (PROGRESS + ".partial")
-        partial.write_text(json.dumps(asdict(self)))
-        partial.replace(folder / PROGRESS)
+        write_atomically(folder / PROGRESS, json.dumps(asdict(self)))
 
 
 def load_state(folder: Path) -> State | None:

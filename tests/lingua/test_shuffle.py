@@ -2,6 +2,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -173,7 +174,13 @@ def test_finished_work_is_recognised(corpus, tmp_path, capsys):
     moved = tmp_path / "moved"
     shutil.copytree(corpus, moved)
     again = prepare(moved, tmp_path / "out", valid_fraction=0.05, workers=2, memory_gb=9)
-    assert "already prepared, nothing to do" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "already prepared, nothing to do: same settings, tokenizer, and names and sizes of inputs" in said
+    assert "another time" not in said
+    os.utime(moved / "b.jsonl", (1, 1))
+    prepare(moved, tmp_path / "out", valid_fraction=0.05)
+    said = capsys.readouterr().out
+    assert re.search(r"note: 1 of 3 inputs have the same size but another time .* such as .*moved/b\.jsonl; if", said)
     assert again["valid"] == load_manifest(tmp_path / "out" / "web" / "valid")
     for fields, message in (
         ({"seed": 1}, "seed was 0, now 1"),

@@ -198,6 +198,50 @@ def test_two_processes_do_not_do_the_same_work(corpus, tmp_path, monkeypatch):
     assert len(seen) == 1
 
 
+def test_two_that_start_at_once(corpus, clean, tmp_path, monkeypatch, capsys):
+    """Another process does all the work while this one still looks at the text: nothing is done twice or left over."""
+    fields = {"valid_fraction": 0.1, "shard_tokens": 300_000}
+    real, seen = shuffle_module.estimate, []
+
+    def while_another_works(*args):
+        seen.append(args)
+        if len(seen) == 1:
+            prepare(f"{corpus}/*.jsonl", tmp_path, **fields)
+        return real(*args)
+
+    monkeypatch.setattr(shuffle_module, "estimate", while_another_works)
+    manifests = prepare(f"{corpus}/*.jsonl", tmp_path, **fields)
+    assert len(seen) == 2
+    assert set(manifests) == {"train", "valid"}
+    assert "web: already prepared, nothing to do" in capsys.readouterr().out
+    assert contents(tmp_path) == clean
+
+
+def at_once(commands):
+    """(exit status, standard output and error) of commands that run side by side."""
+    pipe = subprocess.PIPE
+    running = [subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) for words in commands]
+    said = ["".join(process.communicate()) for process in running]
+    return [(process.returncode, text) for process, text in zip(running, said, strict=True)]
+
+
+@pytest.mark.slow
+def test_processes_that_really_start_at_once(corpus, clean, tmp_path):
+    words = [*PREPARE, f"sources.web.path={corpus}/*.jsonl", "sources.web.on_error=skip", "tokenizer.name=bytes"]
+    words += ["valid_fraction=0.1", "shard_tokens=300000"]
+    for number in range(3):
+        results = at_once([[*words, f"out={tmp_path}/{number}"]] * 2)
+        assert any(status == 0 for status, _ in results)
+        for status, text in results:
+            assert status == 0 or (status == 2 and "another process is at work on part=0/1 here" in text), text
+        assert contents(tmp_path / str(number)) == clean
+    for stage in ("tokenize", "sort", "pack"):
+        jobs = [[*words, f"out={tmp_path}/jobs", f"stage={stage}", f"part={i}/2"] for i in range(2)]
+        for status, text in at_once(jobs):
+            assert status == 0, text
+    assert contents(tmp_path / "jobs") == clean
+
+
 def test_a_bucket_file_lost_in_a_crash_is_made_again(corpus, clean, tmp_path, monkeypatch, capsys):
     fields = {"valid_fraction": 0.1, "shard_tokens": 300_000, "memory_gb": 0.01}
     with monkeypatch.context() as patch:

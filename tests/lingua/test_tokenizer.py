@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,7 +135,12 @@ def test_training_a_vocabulary_is_deterministic_and_independent_of_paths(corpus,
     elsewhere.write_bytes(corpus.read_bytes())
     command = [sys.executable, "-m", "lingua.tokenizer", "train", f"input={elsewhere}", "vocab_size=500"]
     command += ["character_coverage=0.99", f"out={tmp_path}/new/v.model"]
-    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    said = done.stdout.splitlines()
+    assert said[0] == f"{elsewhere}: reading 1 files of {elsewhere.stat().st_size / 1e6:.1f} MB in all"
+    assert re.fullmatch(r"training a unigram vocabulary of 500 on [\d,]+ sentences", said[1])
+    assert re.fullmatch(rf"{tmp_path}/new/v\.model: 500 pieces from [\d,]+ sentences, \d+ s", said[2])
+    assert re.search(rf"{elsewhere}: [\d,]+ sentences, [\d,]+ sentences/s", done.stderr)
     tokenizer, path = pieces
     assert (tmp_path / "new" / "v.model").read_bytes() == path.read_bytes()
     again = build_tokenizer(TokenizerArgs("sentencepiece", f"{tmp_path}/new/v.model"))
