@@ -130,13 +130,24 @@ def cli(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str] | Non
         except BrokenPipeError:  # the reader, such as head, has seen enough; Python would flush once more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
+    status: Any = 0
     try:
         run(parse(cls, argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        status = 2
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        status = 130
+    except SystemExit as stop:
+        status = stop.code
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        # The threads behind a process group now and then abort while Python shuts down, after the work is done.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+    if status:
+        raise SystemExit(status)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

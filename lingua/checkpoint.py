@@ -1,28 +1,33 @@
 """Checkpoints that are either whole or do not exist.
 
 A checkpoint is a folder ``checkpoints/0000001000/``: model and optimizer written by PyTorch's distributed
-checkpoint, ``state.json`` (step, counters), ``config.yaml``, and last of all ``COMPLETE`` with the size and
-checksum of every file. A folder without ``COMPLETE``, or whose files differ in size, is never loaded.
+checkpoint (DCP), ``state.json`` (step, counters), ``config.yaml``, and last of all ``COMPLETE`` with the size and
+checksum of every file. A folder without ``COMPLETE``, or whose files differ in size, is never loaded. It may lie on
+a disk or on an object store, and loads on any number of ranks, however it was sharded.
 Distributed checkpoints contain pickles: load only folders you trust.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-import shutil
+import os
+import threading
+import time
+import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -30,103 +35,41 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from lingua.args import read_yaml
+from lingua.args import cli, read_yaml
 from lingua.errors import UserError
+from lingua.storage import COMPLETE, Reader, as_path, remove_folder
 from lingua.transformer import Encoder, TransformerArgs
 
 log = logging.getLogger(__name__)
-COMPLETE = "COMPLETE"
 STATE_VERSION = 1  # of what state.json holds
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP says so of one process alone
+LEASE_SECONDS = 900  # a reader that says nothing for this long is taken for dead
 
 
-@dataclass
-class DumpArgs:
-    """When checkpoints are written and how many stay."""
-
-    every: int = 1000  # steps between checkpoints; the last step always has one
-    keep: int = -1  # newest checkpoints to keep; -1 keeps all
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UserError(f"checkpoint.dump.every={self.every}: expected at least 1")
-        if self.keep == 0 or self.keep < -1:
-            raise UserError(f"checkpoint.dump.keep={self.keep}: expected -1 (all) or at least 1")
+def checkpoints_folder(run: Path) -> Path:
+    """Where the checkpoints of a run folder lie: ``checkpoint.path`` of its config, or inside it."""
+    config = run / "config.yaml"
+    path = (read_yaml(config).get("checkpoint") or {}).get("path") if config.is_file() else None
+    return run / "checkpoints" if path is None else as_path(path)
 
 
-@dataclass
-class CheckpointArgs:
-    """Checkpointing."""
-
-    dump: DumpArgs = field(default_factory=DumpArgs)
-
-
-def save(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], config_yaml: str
-) -> None:
-    """Write one checkpoint; it counts only once ``COMPLETE`` is there.
-
-    Raises:
-        UserError: the disk is full or the folder cannot be written. What was written is removed; earlier
-            checkpoints are untouched.
-    """
-    try:
-        if folder.exists():  # left by a run that died while saving
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        with _quiet():
-            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=True)
-        (folder / "state.json").write_text(json.dumps({"version": STATE_VERSION, **state}, indent=1))
-        (folder / "config.yaml").write_text(config_yaml)
-        files = {
-            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
-        partial = folder / f"{COMPLETE}.partial"
-        partial.write_text(json.dumps(files, indent=1))
-        partial.rename(folder / COMPLETE)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        cause = _write_failure(error)
-        if cause is None:
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
-        raise UserError(
-            f"cannot write checkpoint {folder}: {cause}. Free space or give another dump_dir; "
-            "earlier checkpoints are intact and the same command goes on from the newest"
-        ) from error
-
-
-def _write_failure(error: BaseException) -> str | None:
-    """What the disk had against it, if that is what ``error`` is about; DCP wraps the errors of each rank."""
-    if isinstance(error, CheckpointException):
-        return next(filter(None, (_write_failure(failure) for failure, _ in error.failures.values())), None)
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    # PyTorch's zip writer notices a short write only by its position in the file.
-    if isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)):
-        return "a file could not be written to its end (No space left on device?)"
-    return None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns that one process is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def complete_checkpoints(run: Path) -> list[Path]:
-    """Usable checkpoints of a run folder, oldest first; damaged ones are named in the log and left out."""
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Usable checkpoints in a folder of checkpoints, oldest first; damaged ones are named in the log and left out."""
     usable = []
-    for folder in sorted((run / "checkpoints").glob("[0-9]*")):
+    for folder in list_checkpoints(root):
         damage = find_damage(folder)
         if damage:
             log.warning("checkpoint %s is not used: %s", folder, damage)
         else:
             usable.append(folder)
     return usable
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Everything that is named like a checkpoint, oldest first."""
+    if not root.is_dir():
+        return []
+    return sorted((p for p in root.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
 
 
 def find_damage(folder: Path, checksums: bool = False) -> str | None:
@@ -146,17 +89,21 @@ def find_damage(folder: Path, checksums: bool = False) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written"
-        if checksums and _sha256(path) != expected["sha256"]:
-            return f"{name} has changed since it was written (checksum differs)"
+    if checksums:
+        with ThreadPoolExecutor(8) as pool:  # hashing lets go of Python's lock
+            found = pool.map(_sha256, [folder / name for name in files])
+            for (name, expected), sha256 in zip(files.items(), found, strict=True):
+                if sha256 != expected["sha256"]:
+                    return f"{name} has changed since it was written (checksum differs)"
     return None
 
 
-def newest(run: Path) -> Path | None:
-    """The newest checkpoint of a run folder whose every byte is as it was written, or None.
+def newest(root: Path) -> Path | None:
+    """The newest checkpoint in a folder of checkpoints whose every byte is as it was written, or None.
 
     Damaged ones are named in the log; the one before is taken.
     """
-    for folder in reversed(complete_checkpoints(run)):
+    for folder in reversed(complete_checkpoints(root)):
         damage = find_damage(folder, checksums=True)
         if damage is None:
             return folder
@@ -175,26 +122,33 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved ``state``; without optimizer, the model alone.
+
+    Every rank of ``group`` calls it, and gets its share of the tensors.
 
     Raises:
         UserError: the checkpoint holds other tensors or shapes than the model, or is damaged.
     """
     if optimizer is None:
         model_state = get_model_state_dict(model)
-        _load_tensors(folder, {"model": model_state})
+        _load_tensors(folder, {"model": model_state}, group)
         set_model_state_dict(model, model_state)
     else:
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        _load_tensors(folder, {"model": model_state, "optimizer": optimizer_state})
+        _load_tensors(folder, {"model": model_state, "optimizer": optimizer_state}, group)
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return read_state(folder)
 
 
-def _load_tensors(folder: Path, wanted: dict[str, Any]) -> None:
+def _load_tensors(folder: Path, wanted: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """``dcp.load`` into ``wanted``, with every difference in names and shapes told first."""
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = Reader(folder).read_metadata().state_dict_metadata
     for key, tensor in _flatten(wanted):
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -204,8 +158,7 @@ def _load_tensors(folder: Path, wanted: dict[str, Any]) -> None:
             raise UserError(
                 f"checkpoint {folder}: {key} has shape {tuple(stored[key].size)}, the model's is {tuple(tensor.shape)}"
             )
-    with _quiet():
-        dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+    dcp.load(wanted, storage_reader=Reader(folder), process_group=group, no_dist=group is None)
 
 
 def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
@@ -216,21 +169,60 @@ def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return [(prefix, tree)]
 
 
-def remove_old(run: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` complete checkpoints (-1: none is deleted)."""
+def remove_old(root: Path, keep: int, keep_every: int = 0) -> None:
+    """Delete all but the newest ``keep`` complete checkpoints (-1: none is deleted).
+
+    Those at multiples of ``keep_every`` steps stay, and those that somebody reads (:func:`in_use`).
+    """
     if keep > 0:
-        for folder in complete_checkpoints(run)[:-keep]:
-            (folder / COMPLETE).unlink()  # first, so that a half-removed folder is not mistaken for whole
-            shutil.rmtree(folder)
+        for folder in complete_checkpoints(root)[:-keep]:
+            if not (keep_every and int(folder.name) % keep_every == 0) and not _is_in_use(folder):
+                remove_folder(folder)
+
+
+@contextlib.contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Keep a checkpoint from being removed while it is read, also by a process on another machine."""
+    lease = folder / f"IN_USE.{uuid.uuid4().hex}"
+    done = threading.Event()
+
+    def renew() -> None:
+        while True:
+            with contextlib.suppress(Exception):  # a folder that cannot be written to is not being trained in
+                lease.write_text(json.dumps({"until": time.time() + LEASE_SECONDS, "host": os.uname().nodename}))
+            if done.wait(LEASE_SECONDS / 3):
+                return
+
+    thread = threading.Thread(target=renew, daemon=True, name="lease")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        with contextlib.suppress(Exception):
+            lease.unlink(missing_ok=True)
+
+
+def _is_in_use(folder: Path) -> bool:
+    for lease in folder.glob("IN_USE.*"):
+        try:
+            if json.loads(lease.read_text())["until"] > time.time():
+                return True
+        except FileNotFoundError:  # given back just now
+            continue
+        except (ValueError, KeyError):  # being written just now
+            return True
+    return False
 
 
 def resolve(path: str | Path) -> Path:
-    """The checkpoint folder meant by a run folder (its newest) or a checkpoint folder (itself).
+    """The checkpoint folder meant by a run folder, a folder of checkpoints (their newest) or a checkpoint (itself).
 
     Raises:
         UserError: no such folder, or nothing complete in it.
     """
-    path = Path(path)
+    path = as_path(path)
     if not path.is_dir():
         raise UserError(f"{path}: no such run or checkpoint folder")
     if (path / "state.json").is_file() or (path / COMPLETE).is_file():
@@ -238,9 +230,10 @@ def resolve(path: str | Path) -> Path:
         if damage:
             raise UserError(f"checkpoint {path} is damaged: {damage}")
         return path
-    found = complete_checkpoints(path)
+    root = path if list_checkpoints(path) else checkpoints_folder(path)
+    found = complete_checkpoints(root)
     if not found:
-        raise UserError(f"{path}: holds no complete checkpoint (expected {path}/checkpoints/0000001000/{COMPLETE})")
+        raise UserError(f"{path}: holds no complete checkpoint (expected {root}/0000001000/{COMPLETE})")
     return found[-1]
 
 
@@ -275,3 +268,30 @@ def load_encoder_weights(path: str | Path) -> tuple[Encoder, dict[str, Any]]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass
+class CheckArgs:
+    """List the checkpoints of a run, and read every byte of each."""
+
+    path: str = "???"  # run folder, folder of checkpoints, or one checkpoint
+
+
+def check(args: CheckArgs) -> None:
+    """Print a line a checkpoint. Raises UserError if one of them is damaged."""
+    path = as_path(args.path)
+    folders = [path] if path.name.isdigit() else list_checkpoints(path) or list_checkpoints(checkpoints_folder(path))
+    if not folders:
+        raise UserError(f"{path}: holds no checkpoint")
+    damaged = 0
+    for folder in folders:
+        damage = find_damage(folder, checksums=True)
+        damaged += damage is not None
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        print(f"{folder}  {size / 1e6:.1f} MB  {damage or 'whole'}")
+    if damaged:
+        raise UserError(f"{damaged} of {len(folders)} checkpoints cannot be used")
+
+
+if __name__ == "__main__":
+    cli(CheckArgs, check, "python -m lingua.checkpoint")

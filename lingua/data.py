@@ -76,20 +76,22 @@ class Rows:
     """A micro-batch of this rank.
 
     ``index_B`` are global row numbers (what masks are a function of); ``weight_B`` is 0.0 for rows that only
-    fill up the last micro-batch of a step.
+    fill up the last micro-batch of a step, ``last``.
     """
 
     tokens_BS: Tensor
     index_B: Tensor
     weight_B: Tensor
+    last: bool = True
 
     def to(self, device: torch.device) -> Rows:
         """The same rows on ``device``; copies do not wait."""
-        return Rows(*(t.to(device, non_blocking=True) for t in (self.tokens_BS, self.index_B, self.weight_B)))
+        tensors = (t.to(device, non_blocking=True) for t in (self.tokens_BS, self.index_B, self.weight_B))
+        return Rows(*tensors, self.last)
 
     def pinned(self) -> Rows:
         """The same rows in memory from which a GPU can copy without waiting."""
-        return Rows(*(t.pin_memory() for t in (self.tokens_BS, self.index_B, self.weight_B)))
+        return Rows(*(t.pin_memory() for t in (self.tokens_BS, self.index_B, self.weight_B)), self.last)
 
 
 @dataclass
@@ -253,7 +255,7 @@ class TokenStream:
         for start in range(0, padded, phase.micro_rows):
             part = slice(start, start + phase.micro_rows)
             tensors = (torch.from_numpy(array[part]) for array in (tokens, index, weight))
-            batches.append(Rows(*tensors))
+            batches.append(Rows(*tensors, last=start + phase.micro_rows >= padded))
         return batches
 
     def steps(self, first: int, last: int) -> Iterator[list[Rows]]:

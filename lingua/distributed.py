@@ -1,20 +1,180 @@
-"""Where and in what precision a model computes."""
+"""Ranks, devices and precision, and one function that makes any model parallel."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lingua.errors import UserError
+from lingua.loss import LossSum
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def pick_device() -> torch.device:
-    """The GPU if there is one, else the CPU."""
-    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+@dataclass
+class DistributedArgs:
+    """How a run spreads over the ranks it has. Nothing here changes the mathematics."""
+
+    # Ranks that share the parameters of one copy of the model; the copies are world size / dp_shard.
+    # 1: every rank has a whole copy; -1: all ranks share one; else groups, such as the GPUs of a node.
+    dp_shard: int = 1
+    reshard_after_forward: bool = True  # drop a block's gathered parameters until the backward pass (less memory)
+    activation_checkpointing: str = "none"  # recompute in the backward pass: none, selective (all but products), block
+    timeout: float = 600.0  # seconds without progress after which the run ends and says which rank stood where
+    requeue: bool = False  # under SLURM, on SIGUSR2: put the job back into the queue once all is saved
+
+    def __post_init__(self) -> None:
+        if self.dp_shard != -1 and self.dp_shard < 1:
+            raise UserError(f"distributed.dp_shard={self.dp_shard}: expected -1 (all ranks) or at least 1")
+        if self.activation_checkpointing not in ("none", "selective", "block"):
+            raise UserError(
+                f"distributed.activation_checkpointing={self.activation_checkpointing}: "
+                "expected none, selective or block"
+            )
+        if not self.timeout > 0:
+            raise UserError(f"distributed.timeout={self.timeout}: expected a number of seconds above 0")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run.
+
+    ``control`` and ``saving`` are process groups on the CPU for what the hosts agree on and for checkpoints; None
+    alone, where there is no process group at all.
+    """
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    control: dist.ProcessGroup | None = None
+    saving: dist.ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes what is written once."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in their order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's ``value``."""
+        return self.gather(value if self.is_first else None)[0]
+
+    def check_same(self, facts: dict[str, dict[str, Any]]) -> None:
+        """Raise UserError on every rank if the ranks differ in ``facts``, flat dicts by topic."""
+        everyone = self.gather((socket.gethostname(), facts))
+        host, first = everyone[0]
+        for rank, (other_host, other) in enumerate(everyone):
+            for topic, values in first.items():
+                for key in sorted(values.keys() | other[topic].keys()):
+                    ours, theirs = values.get(key), other[topic].get(key)
+                    if ours != theirs:
+                        raise UserError(
+                            f"the ranks disagree on {topic}: {key} is {ours!r} on rank 0 ({host}) and {theirs!r} on "
+                            f"rank {rank} ({other_host}); start all of them with the same command and the same files"
+                        )
+
+
+def find_ranks() -> tuple[int, int, int, dict[str, str]]:
+    """What the environment says of this process.
+
+    Returns:
+        rank, world size, rank on this machine, and what ``env://`` needs to meet the others: from ``torchrun``
+        (RANK, ...), from ``srun`` (SLURM_PROCID, ... with the step's first node as the meeting point), or alone.
+
+    Raises:
+        UserError: the variables are incomplete.
+    """
+    env = os.environ
+    if "RANK" in env or "WORLD_SIZE" in env:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in env]
+        if missing:
+            raise UserError(
+                f"the environment has {'RANK' if 'RANK' in env else 'WORLD_SIZE'} but not {', '.join(missing)}: start "
+                "with torchrun, which sets them all, or unset it to run alone"
+            )
+        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", env["RANK"])), {}
+    # SLURM_NTASKS also stands in a batch script, where one process runs; SLURM_STEP_NUM_TASKS only below srun.
+    size = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    if size > 1 and "SLURM_PROCID" in env:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+        step = int(env.get("SLURM_STEP_ID", 0)) if env.get("SLURM_STEP_ID", "0").isdigit() else 0
+        port = 20000 + (int(env.get("SLURM_JOB_ID", 0)) * 7 + step) % 20000
+        meeting = {
+            "MASTER_ADDR": env.get("MASTER_ADDR", first_host(nodes)),
+            "MASTER_PORT": env.get("MASTER_PORT", str(port)),
+            "RANK": env["SLURM_PROCID"],
+            "WORLD_SIZE": str(size),
+        }
+        return int(env["SLURM_PROCID"]), size, int(env.get("SLURM_LOCALID", 0)), meeting
+    return 0, 1, 0, {}
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list such as ``gpu[07-09,12],login1``."""
+    head = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head.group() if head else nodes)
+
+
+def start(timeout: float) -> World:
+    """Meet the other ranks of the run, if there are others, and take this rank's device.
+
+    Args:
+        timeout: seconds after which a collective that does not come to its end fails.
+    """
+    rank, size, local_rank, meeting = find_ranks()
+    device = pick_device(local_rank)
+    if size == 1:
+        return World(device)
+    if not dist.is_initialized():
+        os.environ.update(meeting)
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout)
+            )
+        except (dist.DistError, ValueError, RuntimeError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UserError(
+                f"rank {rank} of {size} could not meet the others at {where}: {str(error).splitlines()[0]}"
+            ) from error
+    groups = [dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) for _ in range(2)]
+    return World(device, rank, size, *groups)
+
+
+def pick_device(local_rank: int = 0) -> torch.device:
+    """This rank's GPU if there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()  # one where the launcher gives each process its own
+    if count > 1 and local_rank >= count:
+        raise UserError(
+            f"local rank {local_rank} on {socket.gethostname()} has no GPU: {count} are visible; "
+            "start one process a GPU"
+        )
+    device = torch.device("cuda", local_rank if count > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -38,13 +198,100 @@ def precision(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractCo
     return contextlib.nullcontext()
 
 
-def parallelize(model: nn.Module, device: torch.device, dtype: torch.dtype, compile: bool) -> nn.Module:
-    """Move a model to its device and precision and compile its blocks, in place."""
-    model.to(device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    if compile:
-        # Block by block: the same code is compiled once for all layers, and starts in seconds.
-        for module in model.modules():
-            if isinstance(module, nn.ModuleList):
-                for block in module:
-                    block.compile(fullgraph=True, dynamic=False)
+def parallelize(model: nn.Module, world: World, args: DistributedArgs, dtype: torch.dtype, compile: bool) -> nn.Module:
+    """Put a model on its device and spread it over the ranks, in place.
+
+    Every block of every ``nn.ModuleList`` is checkpointed, compiled and sharded on its own; what is outside of them
+    (embedding, final norm, ...) is one more shard, in full precision, so that a tied embedding stays one tensor.
+
+    Args:
+        model: on the meta device, with a method ``init_weights()`` that fills it; the weights are the same for every
+            number of ranks.
+        dtype: of computation. Parameters, gradients and their sums over ranks are fp32 (fp64 for fp64).
+    """
+    blocks = [block for stack in model.modules() if isinstance(stack, nn.ModuleList) for block in stack]
+    for block in blocks:
+        if args.activation_checkpointing != "none":
+            block.forward = _checkpointed(block.forward, args.activation_checkpointing)
+        if compile:
+            # Block by block: the same code is compiled once for all layers, and starts in seconds.
+            block.compile(fullgraph=True, dynamic=False)
+    model.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    if world.size > 1:
+        _shard(model, blocks, world, args, dtype)
+    model.to_empty(device=world.device)
+    model.init_weights()  # type: ignore[operator]
     return model
+
+
+def _checkpointed(forward: Any, mode: str) -> Any:
+    """A forward pass whose activations are computed again in the backward pass."""
+    context = {}
+    if mode == "selective":
+        kept = torch.ops.aten
+        products = [
+            kept.mm.default,
+            kept.addmm.default,
+            kept.bmm.default,
+            kept._scaled_dot_product_flash_attention.default,
+            kept._scaled_dot_product_efficient_attention.default,
+            kept._scaled_dot_product_cudnn_attention.default,
+            kept._scaled_dot_product_flash_attention_for_cpu.default,
+        ]
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+        context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+    # There is no dropout, so no random state to keep.
+    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **context)
+
+
+def _shard(model: nn.Module, blocks: list[nn.Module], world: World, args: DistributedArgs, dtype: torch.dtype) -> None:
+    shard = world.size if args.dp_shard == -1 else args.dp_shard
+    if world.size % shard:
+        raise UserError(f"distributed.dp_shard={shard} does not divide the {world.size} ranks of this run")
+    mesh = init_device_mesh(world.device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    wide = torch.promote_types(dtype, torch.float32)
+    # Blocks are gathered in the compute precision, which halves the traffic; the residual stream stays as it is.
+    low = MixedPrecisionPolicy(
+        param_dtype=dtype if dtype == torch.bfloat16 else None, reduce_dtype=wide, cast_forward_inputs=False
+    )
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=low, reshard_after_forward=args.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # losses are sums over targets, so gradients are sums over ranks
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def sync_gradients(model: nn.Module, when: bool) -> None:
+    """Whether the next backward pass adds the gradients up over the ranks; else they add up on each for themselves."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(when)
+
+
+def sum_over_ranks(part: LossSum) -> LossSum:
+    """The sum of each rank's part; waits for nothing on a GPU."""
+    if not dist.is_initialized():
+        return part
+    both = torch.stack((part.loss.double(), part.targets.double()))
+    dist.all_reduce(both)
+    return LossSum(both[0], both[1])
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor whole, if it is spread over ranks. Every rank has to ask."""
+    return tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be spread over ranks."""
+    return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
+
+
+def with_last(items: list[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each item, and whether it is the last."""
+    for number, item in enumerate(items, 1):
+        yield item, number == len(items)

@@ -25,18 +25,23 @@ class _Console(logging.StreamHandler):
         return sys.stdout
 
 
-def start_logging(folder: Path) -> None:
-    """Send log records to ``folder/train.log`` (appended) and to the console."""
+def start_logging(folder: Path, rank: int = 0) -> None:
+    """Send log records to ``folder/train.log`` (appended) and to the console; other ranks' to ``folder/logs``."""
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
-    console = _Console()
-    console.setFormatter(logging.Formatter("%(message)s"))
-    file = logging.FileHandler(folder / "train.log")
+    path = folder / "train.log"
+    if rank:
+        path = folder / "logs" / f"rank_{rank:05d}.log"
+        path.parent.mkdir(exist_ok=True)
+    else:
+        console = _Console()
+        console.setFormatter(logging.Formatter("%(message)s"))
+        root.addHandler(console)
+    file = logging.FileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    root.addHandler(console)
     root.addHandler(file)
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lingua.distributed import full, local
 from lingua.errors import UserError, check_fields
+from lingua.loss import LossSum
 
 
 @dataclass
@@ -96,8 +98,8 @@ class Optimizer:
         self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.most_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
-    def step(self, step: int, loss: Tensor, targets: Tensor) -> Tensor:
-        """One update from gradients of a loss that was summed over ``targets`` targets.
+    def step(self, step: int, total: LossSum) -> Tensor:
+        """One update from gradients of a loss that was summed over the targets of all ranks (``total``).
 
         A non-finite loss or gradient norm leaves weights and moments as they were, bit for bit.
 
@@ -105,13 +107,12 @@ class Optimizer:
             norm of the mean gradient before clipping (scalar tensor on the device).
         """
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(gradients)
-        norm = total_norm / targets
-        bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
-        scale = 1.0 / targets
+        norm = full(torch.nn.utils.get_total_norm(gradients)) / total.targets
+        bad = ~(torch.isfinite(norm) & torch.isfinite(total.loss))
+        scale = 1.0 / total.targets
         if self.args.clip > 0:
             scale = scale * (self.args.clip / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate(step, self.steps, self.args)
         # The fused kernel changes nothing where found_inf is 1: the way GradScaler skips, without a sync.

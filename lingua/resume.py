@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import functools
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -16,7 +18,7 @@ log = logging.getLogger(__name__)
 
 # A resumed run may change these: they do not touch the mathematics. Everything else only by resume.allow.
 FREE_TO_CHANGE = (
-    "dump_dir", "micro_rows", "compile", "logging", "checkpoint", "validation", "resume",
+    "dump_dir", "micro_rows", "compile", "distributed", "logging", "checkpoint", "validation", "resume",
     "data.root_dir", "data.validation", "data.prefetch", "data.cache_dir", "data.cache_gb", "optim.max_nonfinite",
 )  # fmt: skip
 
@@ -51,7 +53,7 @@ def check_config(checkpoint: Path, args: Any) -> None:
     Raises:
         UserError: a key differs that is neither free to change nor in ``args.resume.allow``.
     """
-    old, new = _flat(read_yaml(checkpoint / "config.yaml")), _flat(to_dict(args))
+    old, new = flat(read_yaml(checkpoint / "config.yaml")), flat(to_dict(args))
     allowed = args.resume.allow
     unknown = [key for key in allowed if key not in new and key != "data"]
     if unknown:
@@ -82,6 +84,22 @@ def check_tokenizer(checkpoint: Path, state: dict[str, Any], tokenizer: Tokenize
         )
 
 
+@functools.cache
+def code_version() -> dict[str, str]:
+    """A checksum of the source files of this repository that training runs on."""
+    root = Path(__file__).parent.parent
+    sources = hashlib.sha256()
+    for path in sorted((*root.glob("lingua/**/*.py"), *root.glob("apps/**/*.py"))):
+        sources.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return {"sha256 of lingua/ and apps/": sources.hexdigest()[:16]}
+
+
+def check_code(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Say it in the log if other code wrote the checkpoint."""
+    if state.get("code") not in (None, code_version()):
+        log.warning("%s was written by other code than this; the run may not go on bit by bit", checkpoint)
+
+
 def check_data(checkpoint: Path, state: dict[str, Any], fingerprints: dict[str, str], allowed: list[str]) -> None:
     """Raise UserError if a source holds other tokens than when the checkpoint was written."""
     for name, found in fingerprints.items():
@@ -95,13 +113,14 @@ def check_data(checkpoint: Path, state: dict[str, Any], fingerprints: dict[str, 
         log.warning("resuming on other text in source %s, as resume.allow says", name)
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted keys."""
     if not isinstance(tree, dict):
         return {prefix: tree}
-    flat: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
+        items |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return items
 
 
 def _is_free(key: str) -> bool:

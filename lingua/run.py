@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import logging
-import signal
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lingua import checkpoint, resume
-from lingua.args import to_yaml
-from lingua.checkpoint import CheckpointArgs
+from lingua.args import to_dict, to_yaml
 from lingua.data import DataArgs, Position, Rows, TokenStream
-from lingua.distributed import pick_device, pick_dtype, precision
+from lingua.distributed import DistributedArgs, pick_dtype, precision, start
 from lingua.errors import UserError
+from lingua.interrupt import Interrupt, requeue
 from lingua.loss import LossSum
 from lingua.masking import View, hidden_count
 from lingua.metrics import Console, Metrics, start_logging
 from lingua.optim import OptimArgs, Optimizer, learning_rate
+from lingua.saving import CheckpointArgs, Checkpointer
 from lingua.source import TokenSource
+from lingua.storage import as_path
 from lingua.tokenizer import build_tokenizer, save_copy
 from lingua.transformer import TransformerArgs
 from lingua.validate import ValidationArgs, validate
+from lingua.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class RunArgs:
     model: TransformerArgs = field(default_factory=TransformerArgs)  # each app's own
     data: DataArgs = field(default_factory=DataArgs)
     optim: OptimArgs = field(default_factory=OptimArgs)
+    distributed: DistributedArgs = field(default_factory=DistributedArgs)
     checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
     init: InitArgs = field(default_factory=InitArgs)
     validation: ValidationArgs = field(default_factory=ValidationArgs)
@@ -121,62 +125,85 @@ class Run:
             )
         self.args, self.views = args, views
         self.folder = Path(args.dump_dir)
-        self.device = pick_device()
-        self.dtype = pick_dtype(args.dtype, self.device)
         self.tokenizer = build_tokenizer(args.data.tokenizer)
         if args.model.vocab_size not in (-1, self.tokenizer.vocab_size):
             raise UserError(
                 f"model.vocab_size={args.model.vocab_size}, but the tokenizer has {self.tokenizer.vocab_size}: use -1"
             )
         args.model.vocab_size = self.tokenizer.vocab_size
-        self.console: Console | None = None
-        self.metrics: Metrics | None = None
-        self._stop: signal.Signals | None = None
+        # Collectives may take longer than the watchdog waits: it knows better whom to name.
+        self.world = start(2 * args.distributed.timeout + 30)
+        self.dtype = pick_dtype(args.dtype, self.world.device)
+        self._watchdog = Watchdog(self.world, args.distributed.timeout)
+        self._interrupt = Interrupt(self.world)
+        self._closing = ExitStack()
         self._away = 0.0  # seconds of this interval spent in validation and checkpoints
 
     def __enter__(self) -> Run:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            start_logging(self.folder)
-            self._lock = resume.lock(self.folder)
-        except OSError as error:
-            raise UserError(f"dump_dir={self.folder}: cannot be written: {error.strerror}") from None
-        try:
+            self._open_folder()
             self._open_data()
-        except BaseException:
-            self._lock.close()
+            self.world.check_same(
+                {
+                    "the config": resume.flat(to_dict(self.args)),
+                    "the code": resume.code_version(),
+                    "the data": self.stream.fingerprints(),
+                }
+            )
+            self._write_config()
+        except BaseException as error:
+            self._closing.close()
+            self._watchdog.fail(error)
             raise
-        self._old_handlers = {
-            s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-        }
+        self._interrupt.open()
+        self._closing.callback(self._interrupt.close)
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        for part in (self.console, self.metrics, self._lock):
-            if part is not None:
-                part.close()
-        for signum, handler in self._old_handlers.items():
-            signal.signal(signum, handler)
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        stopped = isinstance(error, SystemExit) and self._interrupt.agreed is not None
+        if error is not None and not stopped:
+            if self.world.size > 1 and not isinstance(error, UserError):
+                log.error("rank %d failed", self.world.rank, exc_info=error)
+            self._watchdog.fail(error)
+        self._closing.close()
+        if error is None or stopped:
+            self._watchdog.stop()
+            self.world.gather(None)  # nobody leaves while another still writes
+
+    def _open_folder(self) -> None:
+        """Take the run folder for this run, and start its logs."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            start_logging(self.folder, self.world.rank)
+            if self.world.is_first:
+                self._closing.enter_context(resume.lock(self.folder))
+        except OSError as error:
+            raise UserError(f"dump_dir={self.folder}: cannot be written: {error.strerror}") from None
+        path = self.args.checkpoint.path
+        self._root = self.folder / "checkpoints" if path is None else as_path(path)
 
     def _open_data(self) -> None:
         """Find where the run stands, check that it is the same run, and open its data there."""
-        args, state = self.args, None
-        self._own = checkpoint.newest(self.folder)
-        source = self._own
-        if source is None and args.init.path is not None:
+        args, world, state = self.args, self.world, None
+        source = checkpoint.newest(self._root) if world.is_first else None
+        is_own = source is not None
+        if world.is_first and source is None and args.init.path is not None:
             source = checkpoint.verified(checkpoint.resolve(args.init.path))
+        source, is_own = world.from_first((source, is_own))
+        self._own = source if is_own else None
         if source is not None:
             state = checkpoint.read_state(source)
             resume.check_tokenizer(source, state, self.tokenizer, args.data.tokenizer)
         start = None
         if self._own is not None:
             resume.check_config(self._own, args)
+            resume.check_code(self._own, state)
             start = Position(**state["stream_start"])
         elif args.init.position:
             start = Position(**state["stream_end"])
         rows = args.batch_tokens // (self.views * args.data.seq_len)
         self.stream = TokenStream(
-            args.data, self.tokenizer, args.seed, rows, args.micro_rows, views=self.views, start=start
+            args.data, self.tokenizer, args.seed, rows, args.micro_rows, world.rank, world.size, self.views, start
         )
         if self._own is not None:
             resume.check_data(self._own, state, self.stream.fingerprints(), args.resume.allow)
@@ -185,16 +212,13 @@ class Run:
             for name, folder in args.data.validation.items()
         }
         self._init = None if self._own is not None else source
-        partial = self.folder / "config.yaml.partial"
-        partial.write_text(to_yaml(args))
-        partial.replace(self.folder / "config.yaml")
-        save_copy(self.tokenizer, self.folder / "tokenizer")
 
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self._stop is not None and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._stop = signal.Signals(signum)
-        log.info("%s: saving after this step, then stopping (Ctrl-C again stops at once)", self._stop.name)
+    def _write_config(self) -> None:
+        if self.world.is_first:
+            partial = self.folder / "config.yaml.partial"
+            partial.write_text(to_yaml(self.args))
+            partial.replace(self.folder / "config.yaml")
+            save_copy(self.tokenizer, self.folder / "tokenizer")
 
     def total_steps(self, flops_per_token: Callable[[int], float]) -> int:
         """Optimizer steps of the whole run: the nearest whole number, at least one.
@@ -229,36 +253,60 @@ class Run:
         Exit status after a signal: 128 + its number (130 for Ctrl-C), with everything saved.
         """
         self.model, self.optimizer = model, optimizer
+        self._checkpointer = Checkpointer(self._root, self.args.checkpoint, self.world.saving)
         done = self._restore()
-        self.metrics = Metrics(self.folder, done, self.args.logging.tensorboard)
         if done > optimizer.steps:
             raise UserError(f"{self.folder} has {done} steps done already, this config asks for {optimizer.steps}")
+        if self.world.is_first:
+            self._metrics = Metrics(self.folder, done, self.args.logging.tensorboard)
+            self._closing.callback(self._metrics.close)
         if done == optimizer.steps:
             log.info("%s: finished already, %d of %d steps done", self.folder, done, optimizer.steps)
             return
-        self.console = Console(self.folder.name, optimizer.steps, done)
+        if self.world.is_first:
+            self._console = Console(self.folder.name, optimizer.steps, done)
+            self._closing.callback(self._console.close)
         model.train()
-        self._interval_start, self._interval_step, self._waited = time.perf_counter(), done, 0.0
+        self._begin_interval(done)
         batches = self.stream.steps(done + 1, optimizer.steps)
         for step in range(done + 1, optimizer.steps + 1):
+            self._watchdog.tick(f"step {step}")
             asked = time.perf_counter()
             micro_batches = next(batches)
             self._waited += time.perf_counter() - asked
-            yield step, [rows.to(self.device) for rows in micro_batches]
-            self.console.step(step)
-            if self._stop is not None:
-                log.info("stopped by %s after step %d; the same command goes on from there", self._stop.name, step)
-                raise SystemExit(128 + self._stop)
+            self._interrupt.begin_vote()
+            yield step, [rows.to(self.world.device) for rows in micro_batches]
+            if self.world.is_first:
+                self._console.step(step)
+            if self._interrupt.agreed is not None:
+                self._finish_saving()
+                name = self._interrupt.agreed.name
+                log.info("stopped by %s after step %d; the same command goes on from there", name, step)
+                if self.args.distributed.requeue and name == "SIGUSR2" and self.world.is_first:
+                    requeue()
+                raise SystemExit(128 + self._interrupt.agreed)
+        self._finish_saving()
         log.info("done: %d steps in %s", optimizer.steps, self.folder)
+
+    def _finish_saving(self) -> None:
+        self._watchdog.tick("waiting for the last checkpoint")
+        self._checkpointer.wait()
+        self._checkpointer.close()
+
+    def _begin_interval(self, step: int) -> None:
+        """Start to count the seconds and steps of the next record."""
+        self._interval_start, self._interval_step = time.perf_counter(), step
+        self._waited = self._away = self._checkpointer.seconds = 0.0
 
     def _restore(self) -> int:
         """Load what there is to start from; returns the number of steps done."""
         if self._own is None:
             if self._init is not None:
-                checkpoint.load(self._init, self.model, self.optimizer.adamw if self.args.init.optimizer else None)
+                optimizer = self.optimizer.adamw if self.args.init.optimizer else None
+                checkpoint.load(self._init, self.model, optimizer, self.world.saving)
                 log.info("starting from the weights of %s", self._init)
             return 0
-        state = checkpoint.load(self._own, self.model, self.optimizer.adamw)
+        state = checkpoint.load(self._own, self.model, self.optimizer.adamw, self.world.saving)
         for name, counter in self.optimizer.counters().items():
             counter.fill_(state["optimizer"][name])
         log.info("resumed %s at step %d", self._own, state["step"])
@@ -266,14 +314,15 @@ class Run:
 
     def precision(self) -> Any:
         """Context for the forward pass in the run's compute precision."""
-        return precision(self.dtype, self.device)
+        return precision(self.dtype, self.world.device)
 
     def log(self, step: int, loss: LossSum, grad_norm: Tensor) -> None:
         """Record the step's figures at the logging cadence; otherwise do nothing and wait for nothing."""
         if step % self.args.logging.every and step != self.optimizer.steps:
             return
-        now = time.perf_counter()
-        seconds = now - self._interval_start - self._away
+        self._checkpointer.check()
+        seconds = time.perf_counter() - self._interval_start
+        training = seconds - self._away - self._checkpointer.seconds
         tokens = (step - self._interval_step) * self.args.batch_tokens
         record = {
             "step": step,
@@ -285,52 +334,59 @@ class Run:
             "lr": learning_rate(step, self.optimizer.steps, self.args.optim),
             "skipped_steps": int(self.optimizer.skipped),
             **self.stream.progress(step),
-            "tokens_per_second": tokens / seconds,
-            "data_tokens_per_second": tokens / self.views / seconds,
-            "data_wait_share": self._waited / seconds,
+            "tokens_per_second": tokens / training,
+            "data_tokens_per_second": tokens / self.views / training,
+            "data_wait_share": self._waited / training,
+            "checkpoint_wait_share": self._checkpointer.seconds / seconds,
+            "memory_gb": peak_memory(self.world.device) / 1e9,
         }
-        self.metrics.write(record)
-        self.console.say(record)
+        if self.world.is_first:
+            self._metrics.write(record)
+            self._console.say(record)
         self.optimizer.check(step)
-        self._interval_start, self._interval_step, self._waited, self._away = now, step, 0.0, 0.0
+        self._begin_interval(step)
 
-    def validate(self, step: int, loss: Callable[[Tensor, View], LossSum]) -> None:
+    def validate(self, step: int, loss: Callable[[Tensor, View, Tensor], LossSum]) -> None:
         """Losses on every validation set at every ratio, at the validation cadence and at the end.
 
         Args:
-            loss: summed loss of tokens [B, S] on the hidden positions of a view.
+            loss: summed loss of tokens [B, S] on the hidden positions of a view, with rows weighted [B].
         """
         if step % self.args.validation.every and step != self.optimizer.steps:
             return
-        with self._elsewhere(), self.precision():
+        self._watchdog.tick(f"validation after step {step}")
+        start = time.perf_counter()
+        with self.precision():
             self.model.eval()
-            record = validate(self.validation_sets, self.args.validation, self.device, loss)
+            record = validate(self.validation_sets, self.args.validation, self.world, loss)
             self.model.train()
-        if record:
-            self.metrics.write({"step": step, **record})
+        self._away += time.perf_counter() - start
+        if record and self.world.is_first:
+            self._metrics.write({"step": step, **record})
             log.info("step %d  %s", step, "  ".join(f"{key} {value:.4f}" for key, value in record.items()))
 
     def save(self, step: int) -> None:
         """Write a checkpoint at the cadence, at the end, and when a signal has asked to stop."""
-        if step % self.args.checkpoint.dump.every and step != self.optimizer.steps and self._stop is None:
+        self._interrupt.end_vote()
+        every = self.args.checkpoint.dump.every
+        if step % every and step != self.optimizer.steps and self._interrupt.agreed is None:
             return
+        self._watchdog.tick(f"saving after step {step}")
         self.optimizer.check(step)
-        with self._elsewhere():
-            state = {
-                "step": step,
-                "optimizer": {k: int(v) for k, v in self.optimizer.counters().items()},
-                "stream_start": asdict(self.stream.position(0)),
-                "stream_end": asdict(self.stream.position(step)),
-                "tokenizer": self.tokenizer.identity(),
-                "data": self.stream.fingerprints(),
-            }
-            folder = self.folder / "checkpoints" / f"{step:010d}"
-            checkpoint.save(folder, self.model, self.optimizer.adamw, state, to_yaml(self.args))
-            checkpoint.remove_old(self.folder, self.args.checkpoint.dump.keep)
+        state = {
+            "step": step,
+            "optimizer": {k: int(v) for k, v in self.optimizer.counters().items()},
+            "stream_start": asdict(self.stream.position(0)),
+            "stream_end": asdict(self.stream.position(step)),
+            "tokenizer": self.tokenizer.identity(),
+            "data": self.stream.fingerprints(),
+            "code": resume.code_version(),
+        }
+        self._checkpointer.save(step, self.model, self.optimizer.adamw, state, to_yaml(self.args))
 
-    @contextmanager
-    def _elsewhere(self) -> Iterator[None]:
-        """Time that does not count as training in tokens per second."""
-        start = time.perf_counter()
-        yield
-        self._away += time.perf_counter() - start
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has held at most: on its GPU, or in all on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

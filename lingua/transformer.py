@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lingua.attention import attention
 from lingua.errors import UserError, check_fields
@@ -87,6 +88,13 @@ def apply_rotary(x_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x_BSHK * cos.to(x_BSHK.dtype) + rotated * sin.to(x_BSHK.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm in the precision of its input: a gathered weight may be bf16, the residual stream fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention with rotary positions; q, k and v come out of one product."""
 
@@ -150,9 +158,9 @@ class EncoderBlock(nn.Module):
 
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = SelfAttention(args.dim, args.n_heads)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn = FeedForward(args.dim)
 
     def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
@@ -168,7 +176,7 @@ class Encoder(nn.Module):
         self.args = args
         self.embedding = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(EncoderBlock(args) for _ in range(args.n_layers))
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = RMSNorm(args.dim, eps=args.norm_eps)
 
     def states(
         self, tokens_BS: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
@@ -251,9 +259,9 @@ class PredictorBlock(nn.Module):
 
     def __init__(self, dim: int, n_heads: int, source_dim: int, norm_eps: float) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention_norm = RMSNorm(dim, eps=norm_eps)
         self.attention = CrossAttention(dim, n_heads, source_dim)
-        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.ffn_norm = RMSNorm(dim, eps=norm_eps)
         self.ffn = FeedForward(dim)
 
     def forward(
@@ -284,7 +292,7 @@ class Predictor(nn.Module):
         self.layers = nn.ModuleList(
             PredictorBlock(dim, n_heads, encoder.dim, encoder.norm_eps) for _ in range(args.n_layers)
         )
-        self.norm = nn.RMSNorm(dim, eps=encoder.norm_eps)
+        self.norm = RMSNorm(dim, eps=encoder.norm_eps)
         # The output matrix is the embedding, of the encoder's width.
         self.out = nn.Identity() if dim == encoder.dim else nn.Linear(dim, encoder.dim, bias=False)
 
@@ -313,7 +321,7 @@ def init_weights(model: nn.Module, args: TransformerArgs, seed: int) -> None:
     Every parameter has its own generator, seeded by its name, so one model's weights do not depend on what
     else the model holds: BERT and CrossBERT start from the same encoder.
     """
-    norms = {id(module.weight) for module in model.modules() if isinstance(module, nn.RMSNorm)}
+    norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
     scale = {}
     if args.init_residual:
         for stack in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
@@ -329,4 +337,8 @@ def init_weights(model: nn.Module, args: TransformerArgs, seed: int) -> None:
             nn.init.trunc_normal_(values, a=-args.init_truncate, b=args.init_truncate, generator=generator)
         else:
             values.normal_(generator=generator)
-        parameter.copy_(values * args.init_std * scale.get(id(parameter), 1.0))
+        values = values * args.init_std * scale.get(id(parameter), 1.0)
+        if isinstance(parameter, DTensor):  # every rank cuts its own part out of the same values
+            mesh, placements = parameter.device_mesh, parameter.placements
+            values = distribute_tensor(values.to(parameter.device), mesh, placements, src_data_rank=None)
+        parameter.copy_(values)

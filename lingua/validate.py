@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lingua.distributed import World, sum_over_ranks
 from lingua.errors import UserError
 from lingua.loss import LossSum
 from lingua.masking import View, split_positions
@@ -36,24 +37,34 @@ class ValidationArgs:
 def validate(
     sources: dict[str, TokenSource],
     args: ValidationArgs,
-    device: torch.device,
-    loss: Callable[[Tensor, View], LossSum],
+    world: World,
+    loss: Callable[[Tensor, View, Tensor], LossSum],
 ) -> dict[str, float]:
     """Mean loss per target in nats, as ``valid/SET/loss@RATIO``.
 
     Args:
         sources: the validation sets by name.
-        loss: summed loss of tokens [B, S] on the hidden positions of a view.
+        world: the ranks that share the rows.
+        loss: summed loss of tokens [B, S] on the hidden positions of a view, where rows have weight 1 and not 0.
     """
     results = {}
     for name, source in sources.items():
         rows = np.arange(min(args.rows, source.tokens // source.seq_len))
-        tokens = torch.from_numpy(source.rows(rows).astype(np.int64)).to(device)
-        index = torch.from_numpy(rows).to(device)
+        # A sharded model is gathered by all ranks together, so all take the same number of batches. Those that have
+        # no row left take the first one, which then counts nothing.
+        most = -(-len(rows) // world.size)
+        own = rows[world.rank :: world.size]
+        counts = torch.ones(most, device=world.device)
+        counts[len(own) :] = 0
+        own = np.append(own, rows[: most - len(own)])
+        tokens = torch.from_numpy(source.rows(own).astype(np.int64)).to(world.device)
+        index = torch.from_numpy(own).to(world.device)
         for ratio in args.ratios:
-            total = torch.zeros(2, dtype=torch.float64, device=device)
-            for start in range(0, len(rows), args.batch_rows):
+            total = torch.zeros(2, dtype=torch.float64, device=world.device)
+            for start in range(0, most, args.batch_rows):
                 part = slice(start, start + args.batch_rows)
-                total += torch.stack(loss(tokens[part], split_positions(index[part], source.seq_len, ratio, 0)))
-            results[f"valid/{name}/loss@{ratio:g}"] = float(total[0] / total[1])
+                view = split_positions(index[part], source.seq_len, ratio, 0)
+                total += torch.stack(loss(tokens[part], view, counts[part]))
+            summed = sum_over_ranks(LossSum(*total))
+            results[f"valid/{name}/loss@{ratio:g}"] = float(summed.loss / summed.targets)
     return results

@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import nn
 
-from lingua import checkpoint
+from lingua.saving import save
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs, init_weights
 
@@ -65,5 +65,5 @@ def make_run(folder: Path, tokenizer: dict[str, Any], vocab_size: int, **changes
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 5.0}) + "\n")
     state = {"step": 3, "tokenizer": build_tokenizer(TokenizerArgs(**tokenizer)).identity()}
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.save(folder / "checkpoints" / f"{3:010d}", model, optimizer, state, yaml.safe_dump(config))
+    save(folder / "checkpoints" / f"{3:010d}", model, optimizer, state, yaml.safe_dump(config))
     return folder

@@ -31,10 +31,14 @@ class Bert(nn.Module):
         self, args: BertArgs, special_ids: tuple[int, ...] = (), seed: int = 0, document_start: int | None = None
     ) -> None:
         super().__init__()
-        self.args, self.special_ids, self.document_start = args, special_ids, document_start
+        self.args, self.special_ids, self.seed, self.document_start = args, special_ids, seed, document_start
         self.encoder = Encoder(args)
         if not self.encoder.embedding.weight.is_meta:
-            init_weights(self, args, seed)
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Fill the weights, also those of a model that was on the meta device, and sharded, before."""
+        init_weights(self, self.args, self.seed)
 
     def forward(self, inputs_BS: Tensor, tokens_BS: Tensor, view: View, weight_B: Tensor | None = None) -> LossSum:
         """Summed cross-entropy at the masked positions.

@@ -33,11 +33,15 @@ class CrossBert(nn.Module):
         self, args: CrossBertArgs, special_ids: tuple[int, ...] = (), seed: int = 0, document_start: int | None = None
     ) -> None:
         super().__init__()
-        self.args, self.special_ids, self.document_start = args, special_ids, document_start
+        self.args, self.special_ids, self.seed, self.document_start = args, special_ids, seed, document_start
         self.encoder = Encoder(args)
         self.predictor = Predictor(args.predictor, args)
         if not self.encoder.embedding.weight.is_meta:
-            init_weights(self, args, seed)
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Fill the weights, also those of a model that was on the meta device, and sharded, before."""
+        init_weights(self, self.args, self.seed)
 
     def forward(self, tokens_BS: Tensor, view: View, weight_B: Tensor | None = None) -> LossSum:
         """Summed cross-entropy of the hidden tokens; the encoder never sees them.

@@ -8,7 +8,7 @@ import torch
 
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.args import cli
-from lingua.distributed import parallelize
+from lingua.distributed import parallelize, sum_over_ranks, sync_gradients, with_last
 from lingua.loss import LossSum
 from lingua.masking import complementary_views, hidden_count, split_positions
 from lingua.optim import Optimizer
@@ -44,22 +44,26 @@ def train(args: CrossBertTrainArgs) -> None:
     with Run(args, views=2 if masking.complementary else 1) as run:
         special_ids = () if masking.predict_special else run.tokenizer.special_ids
         document_start = run.tokenizer.bos_id if args.data.isolate_documents else None
-        model = CrossBert(args.model, special_ids, args.seed, document_start)
+        with torch.device("meta"):  # shapes only; parallelize() makes the weights where they belong
+            model = CrossBert(args.model, special_ids, args.seed, document_start)
         steps = run.total_steps(
             lambda seq_len: model.flops_per_token(seq_len, masking.hidden_ratio, masking.complementary)
         )
-        parallelize(model, run.device, run.dtype, args.compile)
+        parallelize(model, run.world, args.distributed, run.dtype, args.compile)
         optimizer = Optimizer(model, args.optim, steps)
         for step, micro_batches in run.steps(model, optimizer):
-            loss = targets = torch.zeros((), device=run.device)
+            loss = targets = torch.zeros((), device=run.world.device)
             for rows in micro_batches:
-                for view in make_views(rows.index_B, rows.tokens_BS.shape[1], masking.hidden_ratio, args.seed):
+                views = make_views(rows.index_B, rows.tokens_BS.shape[1], masking.hidden_ratio, args.seed)
+                for view, is_last in with_last(views):
+                    sync_gradients(model, when=rows.last and is_last)
                     with run.precision():
                         part = model(rows.tokens_BS, view, rows.weight_B)
                     part.loss.backward()  # a sum: the optimizer divides by the targets of the whole step
                     loss, targets = loss + part.loss.detach(), targets + part.targets
-            grad_norm = optimizer.step(step, loss, targets)
-            run.log(step, LossSum(loss, targets), grad_norm)
+            total = sum_over_ranks(LossSum(loss, targets))
+            grad_norm = optimizer.step(step, total)
+            run.log(step, total, grad_norm)
             run.validate(step, model)
             run.save(step)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from lingua import checkpoint
 from lingua.errors import UserError
+from lingua.saving import save
 
 CONFIG = "model: {dim: 32}\n"
 
@@ -35,7 +36,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 def write(run: Path, step: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     folder = run / "checkpoints" / f"{step:010d}"
-    checkpoint.save(folder, net, optimizer, {"step": step}, CONFIG)
+    save(folder, net, optimizer, {"step": step}, CONFIG)
     return folder
 
 
@@ -59,9 +60,9 @@ def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
 def test_a_folder_without_complete_does_not_exist(tmp_path: Path) -> None:
     net, optimizer = net_and_optimizer()
     first, second = (write(tmp_path, step, net, optimizer) for step in (1, 2))
-    assert checkpoint.complete_checkpoints(tmp_path) == [first, second]
+    assert checkpoint.complete_checkpoints(tmp_path / "checkpoints") == [first, second]
     (second / checkpoint.COMPLETE).unlink()
-    assert checkpoint.complete_checkpoints(tmp_path) == [first]
+    assert checkpoint.complete_checkpoints(tmp_path / "checkpoints") == [first]
     assert checkpoint.resolve(tmp_path) == first
     with pytest.raises(UserError, match="damaged: no COMPLETE file"):
         checkpoint.resolve(second)
@@ -82,7 +83,7 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str,
         assert "has changed since it was written" in checkpoint.find_damage(second, checksums=True)
         return
     data.write_bytes(content[:-1]) if damage == "truncated" else data.unlink()
-    assert checkpoint.complete_checkpoints(tmp_path) == [first]
+    assert checkpoint.complete_checkpoints(tmp_path / "checkpoints") == [first]
     assert data.name in caplog.text
     assert (
         f"{len(content) - 1} bytes, {len(content)} were written" if damage == "truncated" else "missing"
@@ -163,10 +164,10 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step, net, optimizer)
     (write(tmp_path, 4, net, optimizer) / checkpoint.COMPLETE).unlink()  # does not count
-    checkpoint.remove_old(tmp_path, 2)
-    assert [folder.name[-1] for folder in checkpoint.complete_checkpoints(tmp_path)] == ["2", "3"]
-    checkpoint.remove_old(tmp_path, -1)
-    assert len(checkpoint.complete_checkpoints(tmp_path)) == 2
+    checkpoint.remove_old(tmp_path / "checkpoints", 2)
+    assert [folder.name[-1] for folder in checkpoint.complete_checkpoints(tmp_path / "checkpoints")] == ["2", "3"]
+    checkpoint.remove_old(tmp_path / "checkpoints", -1)
+    assert len(checkpoint.complete_checkpoints(tmp_path / "checkpoints")) == 2
 
 
 def test_the_listing_has_sizes_and_checksums(tmp_path: Path) -> None:

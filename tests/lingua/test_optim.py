@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lingua.errors import UserError
+from lingua.loss import LossSum
 from lingua.optim import OptimArgs, Optimizer, learning_rate, parameter_groups
 
 
@@ -89,7 +90,7 @@ def test_a_step_equals_torchs_clipping_and_adamw(changes: dict[str, float]) -> N
     # Some are clipped and some not: the averages of gradients of one size would be the same with any beta.
     for step, scale in enumerate((1.0, -0.001, 0.5, 0.002), 1):
         set_gradients(net, 7.0 * scale)  # a sum over 7 targets
-        norm = optimizer.step(step, torch.tensor(1.0), torch.tensor(7.0))
+        norm = optimizer.step(step, LossSum(torch.tensor(1.0), torch.tensor(7.0)))
         set_gradients(reference, scale)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         for group in adamw.param_groups:
@@ -107,20 +108,20 @@ def test_a_non_finite_step_changes_nothing(where: str) -> None:
     net = Net()
     optimizer = Optimizer(net, OptimArgs(lr=0.1, warmup=0), steps=10)
     set_gradients(net, 1.0)
-    optimizer.step(1, torch.tensor(1.0), torch.tensor(1.0))
+    optimizer.step(1, LossSum(torch.tensor(1.0), torch.tensor(1.0)))
     weights = [p.detach().clone() for p in net.parameters()]
     moments = [{k: v.clone() for k, v in state.items()} for state in optimizer.adamw.state.values()]
     set_gradients(net, 1.0)
     loss = torch.tensor(float("nan") if where == "loss nan" else 1.0)
     if where.startswith("gradient"):
         net.linear.weight.grad[0, 0] = float(where.split()[1])
-    optimizer.step(2, loss, torch.tensor(0.0 if where == "no targets" else 1.0))
+    optimizer.step(2, LossSum(loss, torch.tensor(0.0 if where == "no targets" else 1.0)))
     assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
     for before, after in zip(moments, optimizer.adamw.state.values(), strict=True):
         assert all(torch.equal(before[key], after[key]) for key in before)
     assert int(optimizer.skipped) == 1
     set_gradients(net, 1.0)
-    optimizer.step(3, torch.tensor(1.0), torch.tensor(1.0))
+    optimizer.step(3, LossSum(torch.tensor(1.0), torch.tensor(1.0)))
     assert not torch.equal(weights[1], net.linear.weight)
     assert int(optimizer.skipped) == 1
 
@@ -130,11 +131,11 @@ def test_many_in_a_row_end_the_run_even_if_looked_at_later() -> None:
     optimizer = Optimizer(net, OptimArgs(max_nonfinite=3), steps=10)
     for step, value in enumerate([float("nan"), 1.0, *[float("nan")] * 2, 1.0], 1):
         set_gradients(net, 1.0)
-        optimizer.step(step, torch.tensor(value), torch.tensor(1.0))
+        optimizer.step(step, LossSum(torch.tensor(value), torch.tensor(1.0)))
     optimizer.check(5)  # two in a row are not three
     for step, value in enumerate([*[float("nan")] * 3, 1.0], 6):
         set_gradients(net, 1.0)
-        optimizer.step(step, torch.tensor(value), torch.tensor(1.0))
+        optimizer.step(step, LossSum(torch.tensor(value), torch.tensor(1.0)))
     with pytest.raises(UserError, match=r"step 9: 3 steps in a row .* skipped \(6 in all; optim\.max_nonfinite=3\)"):
         optimizer.check(9)
 

@@ -106,7 +106,7 @@ def test_an_unknown_key_in_allow_is_named(small: dict[str, Path]) -> None:
 def copied(small: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
     """The run again, to damage: checkpoints of steps 2, 4 and perhaps 6."""
     shutil.copytree(small["run"], tmp_path / "run")
-    for folder in complete_checkpoints(tmp_path / "run")[2:]:
+    for folder in complete_checkpoints(tmp_path / "run" / "checkpoints")[2:]:
         shutil.rmtree(folder)
     return {**small, "run": tmp_path / "run"}
 
@@ -130,7 +130,7 @@ def test_a_flipped_byte_anywhere_is_noticed_and_the_checkpoint_before_is_used(
 @pytest.mark.parametrize("listing", ["[]", "{}", "not json", '{"state.json": 3}'])
 def test_a_listing_that_is_none_makes_no_checkpoint(copied: dict[str, Path], listing: str) -> None:
     (copied["run"] / "checkpoints/0000000004/COMPLETE").write_text(listing)
-    assert [folder.name[-1] for folder in complete_checkpoints(copied["run"])] == ["2"]
+    assert [folder.name[-1] for folder in complete_checkpoints(copied["run"] / "checkpoints")] == ["2"]
 
 
 def test_a_checkpoint_of_another_format_is_named(copied: dict[str, Path]) -> None:

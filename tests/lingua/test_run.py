@@ -38,7 +38,11 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.mark.parametrize("app", APPS)
 def test_the_run_folder_has_what_it_should(finished: dict[str, Path], app: str) -> None:
     run = finished[app]
-    assert [folder.name for folder in complete_checkpoints(run)] == ["0000000010", "0000000020", "0000000030"]
+    assert [folder.name for folder in complete_checkpoints(run / "checkpoints")] == [
+        "0000000010",
+        "0000000020",
+        "0000000030",
+    ]
     assert (run / "config.yaml").is_file()
     assert "step 30/30" in (run / "train.log").read_text()
     steps = [record for record in records(run) if "loss" in record]
@@ -152,7 +156,7 @@ def test_a_signal_saves_and_stops(finished, corpus: Path, tmp_path: Path, signum
         run_app("crossbert", words)
     assert stop.value.code == status
     monkeypatch.undo()
-    assert complete_checkpoints(tmp_path / "run")[-1].name == "0000000013"
+    assert complete_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "0000000013"
     run_app("crossbert", words)
     assert records(tmp_path / "run") == records(finished["crossbert"])
 
