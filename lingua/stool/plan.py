@@ -1,0 +1,163 @@
+"""What a launch would do, worked out and checked before anything is submitted."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from lingua.args import parse
+from lingua.errors import UserError
+from lingua.stool.args import StoolArgs
+
+# Bytes a weight costs in training with AdamW: float32 value, gradient and two moments.
+BYTES_PER_WEIGHT = 16
+
+
+@dataclass
+class Script:
+    """A module whose command line is ``cli(config_class, function, usage)``."""
+
+    module: ModuleType
+    config_class: type
+    function: Callable[[Any], None]
+
+
+def load_script(name: str) -> Script:
+    """Import a script and find what it gives to :func:`lingua.args.cli`. Raises UserError."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"script={name}: {error}; expected a module as after `python -m`, such as apps.crossbert.train"
+        ) from None
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "cli":
+            names = [word.id for word in node.args[:2] if isinstance(word, ast.Name)]
+            if len(names) == 2:
+                return Script(module, getattr(module, names[0]), getattr(module, names[1]))
+    raise UserError(f"script={name}: has no call of cli(CONFIG, FUNCTION, ...), the command line of a script here")
+
+
+def script_words(config: str, words: list[str]) -> list[str]:
+    """The script's command line."""
+    return ([f"config={config}"] if config else []) + words
+
+
+def make_plan(script: Script, config: Any, args: StoolArgs) -> dict[str, Any]:
+    """Size of the run by the numbers of its config.
+
+    Returns:
+        gpus, ranks, batch_tokens, rows, accumulation, and for the configs of pretraining: steps, tokens (view
+        tokens), parameters, memory_gb (an estimate, for one rank). A script of another kind has the first two.
+
+    Raises:
+        UserError: a config that cannot run on what is asked for.
+    """
+    ranks = args.nodes * args.ranks_per_node
+    plan: dict[str, Any] = {"gpus": args.nodes * args.ngpu, "ranks": ranks}
+    if not hasattr(config, "batch_tokens"):
+        return plan
+    masking = getattr(config, "masking", None)
+    views = 2 if getattr(masking, "complementary", False) else 1
+    row_tokens = views * config.data.seq_len
+    if config.batch_tokens % row_tokens:
+        raise UserError(
+            f"batch_tokens={config.batch_tokens} is not a whole number of rows of {row_tokens} tokens "
+            f"(data.seq_len={config.data.seq_len}, {views} view{'s' * (views > 1)})"
+        )
+    rows = config.batch_tokens // row_tokens
+    if rows < ranks:
+        raise UserError(
+            f"batch_tokens={config.batch_tokens} is {rows} rows a step, fewer than the {ranks} ranks of nodes="
+            f"{args.nodes} x {args.ranks_per_node}: {ranks - rows} would have nothing to do; ask for fewer, or raise "
+            "batch_tokens"
+        )
+    micro_rows = min(config.micro_rows, math.ceil(rows / ranks))
+    plan |= {
+        "batch_tokens": config.batch_tokens,
+        "rows": rows,
+        "micro_rows": micro_rows,
+        "accumulation": math.ceil(rows / ranks / micro_rows),
+    }
+    model = _meta_model(script.module, config)
+    flops_per_token = model.flops_per_token(**_accepted(model.flops_per_token, config, masking))
+    steps = config.steps or round((config.tokens or config.flops / flops_per_token) / config.batch_tokens)
+    parameters = sum(p.numel() for p in model.parameters())
+    plan |= {
+        "steps": max(1, steps),
+        "tokens": max(1, steps) * config.batch_tokens,
+        "parameters": parameters,
+        "memory_gb": (parameters * BYTES_PER_WEIGHT + activation_bytes(config, micro_rows)) / 1e9,
+    }
+    if args.gpu_gb is not None and args.ngpu and plan["memory_gb"] > args.gpu_gb:
+        raise UserError(
+            f"about {plan['memory_gb']:.1f} GB are needed on each GPU, which have gpu_gb={args.gpu_gb:g}: lower "
+            f"micro_rows={config.micro_rows}, or leave gpu_gb out to try"
+        )
+    return plan
+
+
+def activation_bytes(config: Any, micro_rows: int) -> float:
+    """Estimate of what the backward pass of one micro-batch keeps, without activation checkpointing and compilation.
+
+    Of each block, per token: inputs of both norms and of the four products, q and k before and after RoPE, v, the
+    attention's output, and the arrays of SwiGLU.
+    """
+    from lingua.transformer import ffn_width
+
+    bytes_each = 4 if config.dtype == "fp32" else 8 if config.dtype == "fp64" else 2
+    tokens = micro_rows * config.data.seq_len
+    predictor = getattr(config.model, "predictor", None)
+    hidden = config.masking.hidden_ratio if predictor is not None else 0.0
+    blocks = config.model.n_layers * (1 - hidden) + (predictor.n_layers * hidden if predictor is not None else 0)
+    return tokens * blocks * (16 * config.model.dim + 5 * ffn_width(config.model.dim)) * bytes_each
+
+
+def _meta_model(module: ModuleType, config: Any) -> Any:
+    """The app's model without storage: for its counts of parameters and FLOPs."""
+    import torch
+
+    from lingua.tokenizer import build_tokenizer
+
+    classes = [value for value in vars(module).values() if hasattr(value, "parameter_counts")]
+    if config.model.vocab_size == -1:
+        config.model.vocab_size = build_tokenizer(config.data.tokenizer).vocab_size
+    with torch.device("meta"):
+        return classes[0](config.model)
+
+
+def _accepted(function: Callable, config: Any, masking: Any) -> dict[str, Any]:
+    """The arguments of an app's ``flops_per_token``, which differ by what its objective hides."""
+    known = {"seq_len": config.data.seq_len, **(vars(masking) if masking is not None else {})}
+    return {name: known[name] for name in inspect.signature(function).parameters}
+
+
+def describe(plan: dict[str, Any], args: StoolArgs, runs: int = 1) -> list[str]:
+    """The plan as lines for a person."""
+    lines = []
+    if runs > 1:
+        lines.append(f"{runs} runs, at most {args.max_parallel} at the same time; of each:")
+    per_node = f"{args.nodes} node{'s' * (args.nodes > 1)} x {args.ranks_per_node}"
+    lines.append(f"ranks         {plan['ranks']} ({per_node}), {plan['gpus']} GPUs")
+    if "rows" in plan:
+        lines += [
+            f"batch         {plan['batch_tokens']:,} tokens = {plan['rows']:,} rows a step over all ranks",
+            f"accumulation  {plan['accumulation']} x {plan['micro_rows']} rows on each rank",
+            f"length        {plan['steps']:,} steps, {plan['tokens']:,} tokens",
+            f"parameters    {plan['parameters']:,}",
+            f"memory        about {plan['memory_gb']:.1f} GB on each rank (AdamW in float32, activations in bf16, "
+            "nothing sharded)",
+        ]
+    return lines
+
+
+def resolve(args: StoolArgs, words: list[str]) -> tuple[Script, Any]:
+    """The script and its resolved config. Raises UserError for what the script itself would refuse."""
+    script = load_script(args.script)
+    return script, parse(script.config_class, script_words(args.config, words))
