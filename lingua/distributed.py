@@ -273,12 +273,11 @@ def sync_gradients(model: nn.Module, when: bool) -> None:
 
 
 def sum_over_ranks(part: LossSum) -> LossSum:
-    """The sum of each rank's part; waits for nothing on a GPU."""
-    if not dist.is_initialized():
-        return part
+    """The sum of each rank's part, in the loss's precision; waits for nothing on a GPU."""
     both = torch.stack((part.loss.double(), part.targets.double()))
-    dist.all_reduce(both)
-    return LossSum(both[0], both[1])
+    if dist.is_initialized():
+        dist.all_reduce(both)
+    return LossSum(*both.to(part.loss.dtype))
 
 
 def full(tensor: Tensor) -> Tensor:
