@@ -1,4 +1,5 @@
-"""How fast the training stream hands out rows on one core, and how fast text becomes token shards.
+"""How fast the training stream hands out rows on one core, from a disk and from an object store, and how fast text
+becomes token shards.
 
 python -m benchmarks.data out=FILE.json text=data/quickstart/raw/text/*.jsonl
 
@@ -6,7 +7,8 @@ The stream reads made-up token shards of two sources in a temporary folder (TMPD
 epoch and in a later one, from files that are in memory (warm) and from files that are not (cold). Cold means: the
 files were written out (fsync) and the system was told to forget them (posix_fadvise, DONTNEED) before they were
 opened. It may not obey, so ``share_from_disk`` tells how much of the data the kernel then really read from the disk
-(which may have a cache of its own).
+(which may have a cache of its own). The object store is in :mod:`benchmarks.object_store`; it needs
+requirements-dev.txt.
 """
 
 from __future__ import annotations
@@ -23,22 +25,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import environment, write_result
+from benchmarks.made_up import SHARDS, SOURCES, TOKENS_BYTES, epoch_rows, write_shards
+from benchmarks.object_store import object_store_rate, object_store_table
 from benchmarks.prepare import prepare_rate
 from lingua.args import cli
 from lingua.data import DataArgs, TokenStream
 from lingua.errors import UserError
-from lingua.evaluate import markdown_table
-from lingua.manifest import FORMAT_VERSION, Manifest
-from lingua.shards import write_shard
-from lingua.source import PERIOD
+from lingua.results import markdown_table
 from lingua.tokenizer import RobertaTokenizer, Tokenizer
 
-SOURCES = {"large": 0.75, "small": 0.25}  # share of the tokens; a source is drawn as often as its size says
-SHARDS = 4  # of each source
-DOCUMENT_TOKENS = 700  # on average
-TOKENS_BYTES = 2  # ids of RoBERTa's vocabulary fit in uint16
 STREAM_BAR = 50e6  # tokens/s from warm files
 PREPARE_BAR = 0.8  # of tiktoken's own rate
+STORE_BAR = 0.95  # of the bytes that an empty cache fetches in the first epoch are needed
 
 
 @dataclass
@@ -53,41 +51,12 @@ class DataRateArgs:
     text: str = "data/quickstart/raw/text/*.jsonl"  # for preparation: JSONL or plain
     text_megabytes: int = 60  # of text, repeated as needed
     text_rounds: int = 5  # of preparation and of tiktoken, alternating
+    object_store: bool = True  # also read from a server of the S3 protocol
 
     def __post_init__(self) -> None:
         for name in ("megabytes", "seq_len", "batch_rows", "rounds", "text_megabytes", "text_rounds"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: expected at least 1")
-
-
-def write_shards(root: Path, n_tokens: int, tokenizer: Tokenizer) -> None:
-    """Sources of random ids in documents of random lengths, as preparation writes them: ``root/SOURCE/train``."""
-    random = np.random.default_rng(0)
-    for name, share in SOURCES.items():
-        lengths = random.integers(2, 2 * DOCUMENT_TOKENS, max(1, round(n_tokens * share / DOCUMENT_TOKENS)))
-        folder = root / name / "train"
-        folder.mkdir(parents=True)
-        shards = []
-        for i, part in enumerate(np.array_split(lengths, SHARDS)):
-            ids = random.integers(0, tokenizer.vocab_size, int(part.sum()), dtype=f"uint{8 * TOKENS_BYTES}")
-            shards.append(write_shard(folder, i, ids, part))
-        Manifest(
-            version=FORMAT_VERSION,
-            source=name,
-            split="train",
-            tokenizer=tokenizer.identity(),
-            dtype=f"<u{TOKENS_BYTES}",
-            seed=0,
-            settings={},
-            inputs=[],
-            tokens=int(lengths.sum()),
-            documents=len(lengths),
-            bytes_of_text=0,
-            empty_documents=0,
-            skipped_count=0,
-            skipped=[],
-            shards=shards,
-        ).save(folder)
 
 
 def make_cold(root: Path) -> None:
@@ -109,10 +78,7 @@ def read_epoch(root: Path, tokenizer: Tokenizer, epoch: int, args: DataRateArgs,
     if cold:
         make_cold(root)
     stream = TokenStream(DataArgs(root_dir=str(root), seq_len=args.seq_len), tokenizer, seed=0)
-    n_rows = sum(source.tokens for source in stream.phases[0].mix.sources.values()) // args.seq_len
-    first = epoch * n_rows
-    while any(stream.progress(first)[f"epoch/{name}"] < epoch for name in SOURCES):
-        first += PERIOD  # weights are rounded, so one source is a little behind the other
+    first, n_rows = epoch_rows(stream, epoch)
     before = bytes_from_disk()
     begun = time.perf_counter()
     for start in range(first, first + n_rows, args.batch_rows):
@@ -173,8 +139,9 @@ def bar(name: str, value: float, bound: float) -> dict[str, Any]:
     return {"name": name, "value": value, "bound": bound, "met": value >= bound}
 
 
-def bars(stream: dict[str, Any], prepare: dict[str, Any]) -> list[dict[str, Any]]:
-    """The stream's median rate from warm files in each epoch, and preparation's share of tiktoken's rate."""
+def bars(stream: dict[str, Any], prepare: dict[str, Any], store: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The stream's median rate from warm files in each epoch, preparation's share of tiktoken's rate, and how much of
+    what is fetched from an object store is needed."""
     warm = [reading for reading in stream["readings"] if reading["files"] == "warm"]
     return [
         *(
@@ -182,6 +149,11 @@ def bars(stream: dict[str, Any], prepare: dict[str, Any]) -> list[dict[str, Any]
             for r in warm
         ),
         bar("preparation / tiktoken, tokens/s on one core", prepare["ratio"], PREPARE_BAR),
+        *(
+            bar(f"object store, {r['reading']}, needed share of the bytes", r["needed"], STORE_BAR)
+            for r in (store["readings"] if store else [])
+            if r["reading"] == "first epoch, empty cache"
+        ),
     ]
 
 
@@ -204,12 +176,15 @@ def table(stream: dict[str, Any], prepare: dict[str, Any]) -> str:
 
 
 def main(args: DataRateArgs) -> None:
-    """Measure both, print a table and the bars, and write the JSON."""
+    """Measure all, print the tables and the bars, and write the JSON."""
     prepare = prepare_rate(args.text, args.text_megabytes, args.text_rounds)  # missing text is known at once
     stream = stream_rate(args)
-    result = {"bars": bars(stream, prepare), "stream": stream, "prepare": prepare}
+    store = object_store_rate(args.megabytes, args.seq_len, args.batch_rows) if args.object_store else None
+    result = {"bars": bars(stream, prepare, store), "stream": stream, "prepare": prepare, "object_store": store}
     write_result(args.out, {**environment("tiktoken", "numpy"), **result})
     print("\n" + table(stream, prepare))
+    if store:
+        print("\n" + object_store_table(store))
     for entry in result["bars"]:
         met = "met" if entry["met"] else "not met"
         print(f"{entry['name']}: {entry['value']:,.2f}, at least {entry['bound']:,.10g}: {met}")

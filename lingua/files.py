@@ -141,6 +141,34 @@ def check_unchanged(file: InputFile) -> None:
         )
 
 
+def tried(action: Callable[[], Any], failed: Callable[[str], str]) -> Any:
+    """``action()``, after an exception tried again a few times, each after a longer wait.
+
+    Raises:
+        FileNotFoundError: at once.
+        UserError: the last try failed too; ``failed`` makes the message from the reason.
+    """
+    reason = ""
+    for attempt in range(TRIES):
+        try:
+            return action()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # botocore and aiohttp raise types of their own
+            reason = f"{type(error).__name__}: {error}"
+        if attempt + 1 < TRIES:
+            time.sleep(FIRST_WAIT * 2**attempt)
+    raise UserError(failed(reason))
+
+
+def connection_lost(path: str, byte: int, reason: str) -> str:
+    """What is said of a remote file when all tries failed."""
+    return (
+        f"{path}: the connection was lost at byte {byte} and {TRIES} tries did not bring it back ({reason}); check the "
+        "network and run the same command again: finished work is kept"
+    )
+
+
 def open_raw(path: str) -> BinaryIO:
     """The stored bytes of a file, seekable; a remote one is read on after a lost connection."""
     system, inner = fsspec.core.url_to_fs(path)
@@ -167,39 +195,29 @@ class _Retrying(io.RawIOBase):
         self._system, self._path, self._inner = system, path, inner
         self._stream: Any = None
         self._at = 0
-        self._size = self._try(lambda: system.size(inner))  # None if a web server does not tell
+        self._size = tried(lambda: system.size(inner), self._lost)  # None if a web server does not tell
 
     def readinto(self, buffer: Any) -> int:
-        data = self._try(lambda: self._read(len(buffer)))
+        data = tried(lambda: self._read(len(buffer)), self._lost)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
 
     def _read(self, size: int) -> bytes:
-        if self._stream is None:
-            self._stream = self._system.open(self._inner, "rb")
-            self._stream.seek(self._at)
-        data = self._stream.read(size)
-        if not data and self._size is not None and self._at < self._size:
-            raise EOFError(f"it ended before byte {self._size}")
+        try:
+            if self._stream is None:
+                self._stream = self._system.open(self._inner, "rb")
+                self._stream.seek(self._at)
+            data = self._stream.read(size)
+            if not data and self._size is not None and self._at < self._size:
+                raise EOFError(f"it ended before byte {self._size}")
+        except Exception:
+            self._stream = None  # the next try opens another
+            raise
         return data
 
-    def _try(self, action: Callable[[], Any]) -> Any:
-        reason = ""
-        for attempt in range(TRIES):
-            try:
-                return action()
-            except FileNotFoundError:
-                raise
-            except Exception as error:  # botocore and aiohttp raise types of their own
-                reason = f"{type(error).__name__}: {error}"
-            self._stream = None
-            if attempt + 1 < TRIES:
-                time.sleep(FIRST_WAIT * 2**attempt)
-        raise UserError(
-            f"{self._path}: the connection was lost at byte {self._at} and {TRIES} tries did not bring it back "
-            f"({reason}); check the network and run the same command again: finished work is kept"
-        )
+    def _lost(self, reason: str) -> str:
+        return connection_lost(self._path, self._at, reason)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size or 0}[whence]

@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 
 from lingua.errors import UserError
-from lingua.files import open_raw, write_atomically
+from lingua.files import connection_lost, tried, write_atomically
 from lingua.manifest import AGAIN, DOCS_DTYPE, NAME, Manifest, parse_manifest
 
 DEFAULT_GB = 10.0  # of the cache
@@ -78,16 +78,22 @@ class BlockCache:
 
 
 def read_remote(url: str, start: int, size: int) -> bytes:
-    """``size`` bytes of a remote file. Raises UserError if they cannot be had, after some tries."""
+    """``size`` bytes of a remote file, in one request for just these (an open file would read ahead).
+
+    Raises:
+        UserError: they cannot be had, after some tries.
+    """
+    system, path = fsspec.core.url_to_fs(url)
     try:
-        with open_raw(url) as file:
-            file.seek(start)
-            content = file.read(size)
-    except UserError:
-        raise
-    except Exception as error:  # what lies below fsspec raises types of its own
-        raise UserError(f"{url}: cannot be read at byte {start}: {error or type(error).__name__}") from None
-    if len(content) != size:
+        content = tried(
+            lambda: system.cat_file(path, start=start, end=start + size),
+            lambda reason: connection_lost(url, start, reason),
+        )
+    except FileNotFoundError:
+        raise UserError(f"{url}: cannot be read at byte {start}: it is gone; {AGAIN}") from None
+    if len(content) > size:
+        raise UserError(f"{url}: its server sends only whole files: copy the folder to a disk to read parts of it")
+    if len(content) < size:
         raise UserError(f"{url}: {len(content)} bytes at {start}, expected {size}: the shard is truncated; {AGAIN}")
     return content
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import fsspec
 
 from lingua.errors import UserError
-from lingua.files import FIRST_WAIT, TRIES
+from lingua.files import TRIES, tried
 from lingua.manifest import NAME
 from lingua.progress import Progress
 
@@ -61,12 +60,10 @@ def upload(folder: Path, url: str) -> None:
 
 
 def _try(url: str, action: Callable[[], Any]) -> Any:
-    reason = ""
-    for attempt in range(TRIES):
-        try:
-            return action()
-        except Exception as error:  # what lies below fsspec raises types of its own
-            reason = f"{type(error).__name__}: {error}"
-        if attempt + 1 < TRIES:
-            time.sleep(FIRST_WAIT * 2**attempt)
-    raise UserError(f"{url}: cannot be written after {TRIES} tries ({reason}); the same command goes on with the rest")
+    def failed(reason: str) -> str:
+        return f"{url}: cannot be written after {TRIES} tries ({reason}); the same command goes on with the rest"
+
+    try:
+        return tried(action, failed)
+    except FileNotFoundError as error:
+        raise UserError(f"{url}: cannot be written: {error}: make the bucket first, or correct its name") from None

@@ -4,7 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.data import DataRateArgs, bars, main, make_cold, read_epoch, table, write_shards
+from benchmarks.data import DataRateArgs, bars, main, make_cold, read_epoch, table
+from benchmarks.made_up import write_shards
+from benchmarks.object_store import READINGS
 from lingua.errors import UserError
 from lingua.manifest import verify
 from lingua.tokenizer import RobertaTokenizer
@@ -23,11 +25,13 @@ def stream_result(epoch_0: list[float], epoch_1: list[float]) -> dict:
 
 def test_bars_are_medians_of_warm_readings_against_their_bounds() -> None:
     stream = stream_result([50e6, 90e6, 10e6], [49e6, 90e6, 10e6])
-    first, later, preparation = bars(stream, {"ratio": 0.79})
+    store = {"readings": [{"reading": name, "needed": 0.95 - i} for i, name in enumerate(READINGS)]}
+    first, later, preparation, needed = bars(stream, {"ratio": 0.79}, store)
+    assert (needed["value"], needed["bound"], needed["met"]) == (0.95, 0.95, True)
     assert (first["value"], first["bound"], first["met"]) == (50e6, 50e6, True)
     assert (later["value"], later["bound"], later["met"]) == (49e6, 50e6, False)
     assert (preparation["value"], preparation["bound"], preparation["met"]) == (0.79, 0.8, False)
-    assert bars(stream, {"ratio": 0.8})[2]["met"]
+    assert bars(stream, {"ratio": 0.8}, None)[2]["met"]
     text = table(stream, {"prepare": [2e6, 4e6, 3e6], "tiktoken": [5e6]})
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     assert ["stream, warm files, epoch 1", "95,703", "49.0", "unknown"] in cells
@@ -78,7 +82,13 @@ def test_the_whole_benchmark_at_toy_size(tmp_path: Path, capsys: pytest.CaptureF
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in made_up_documents(200)))
     main(
         DataRateArgs(
-            out=f"{tmp_path}/result.json", megabytes=2, rounds=2, text=str(source), text_megabytes=1, text_rounds=1
+            out=f"{tmp_path}/result.json",
+            megabytes=2,
+            rounds=2,
+            text=str(source),
+            text_megabytes=1,
+            text_rounds=1,
+            object_store=False,
         )
     )
     result = json.loads((tmp_path / "result.json").read_text())
@@ -91,7 +101,7 @@ def test_the_whole_benchmark_at_toy_size(tmp_path: Path, capsys: pytest.CaptureF
         assert all(rate > 0 for rate in reading["rows_per_second"])
         assert reading["tokens_per_second"] == pytest.approx([512 * rate for rate in reading["rows_per_second"]])
     assert result["stream"]["shard_bytes"] == pytest.approx(2e6, rel=0.1)
-    assert result["bars"] == bars(result["stream"], result["prepare"])
+    assert result["bars"] == bars(result["stream"], result["prepare"], None)
     assert len(result["bars"]) == 3
     assert "| stream, cold files, epoch 0 |" in capsys.readouterr().out
 

@@ -182,7 +182,7 @@ def test_prepared_to_s3(server, expected, tmp_path):
     assert keys() == again
     done = run(url, "out=s3://nobucket/x", *words[1:])
     assert done.returncode == 2
-    assert "error: s3://nobucket/x/web: cannot be written after 5 tries" in done.stderr
+    assert "error: s3://nobucket/x/web: cannot be written: The specified bucket does not exist" in done.stderr
     for bad in (["out=s3://out/x"], [f"out={tmp_path}/x", f"work={tmp_path}/y"]):
         done = run(url, *bad, words[2])
         assert "work is for an out that is a URL, and such an out needs it" in done.stderr
