@@ -59,13 +59,13 @@ def one_start(folder: Path, steps: range, mode: str | None = "offline") -> None:
         metrics.write({"step": step, "loss": 1.0 / step})
         metrics.write({"step": step, "valid/web/loss@0.5": 2.0})
     metrics.close()
+    wandb.teardown()  # as the process ends; its helper writes the file to its end
 
 
 def test_offline_a_requeued_run_keeps_its_id_and_all_metrics_are_stored(tmp_path: Path) -> None:
     folder = tmp_path / "my_run"
     folder.mkdir()
     one_start(folder, range(1, 4))
-    wandb.teardown()
     time.sleep(1.1)  # its folders are named by the second
     one_start(folder, range(4, 6))
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
