@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.common import environment, write_result
 from lingua.args import cli
 from lingua.errors import UserError
-from lingua.evaluate import markdown_table
 from lingua.manifest import load_manifest
 from lingua.readers import Document, ReaderArgs, documents
+from lingua.results import markdown_table
 from lingua.shuffle import STAGES, ShuffleArgs, shuffle
 
 

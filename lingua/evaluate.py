@@ -1,4 +1,4 @@
-"""Frozen evaluation of a run: features of the layers asked for, probes on every task, results in files.
+"""Frozen evaluation of an encoder: features of the layers asked for, probes on every task, results in files.
 
 The apps' ``eval.py`` are entries to this, each with its own model class.
 """
@@ -6,11 +6,8 @@ The apps' ``eval.py`` are entries to this, each with its own model class.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import platform
-import tempfile
-import time
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,206 +17,233 @@ import torch
 from torch import nn
 
 from lingua.args import build, to_dict
-from lingua.checkpoint import read_state, resolve
+from lingua.checkpoint import in_use, read_state, resolve
+from lingua.distributed import World, pick_dtype, start
 from lingua.errors import UserError
-from lingua.features import TextEncoder, load_encoder
-from lingua.probe import ProbeArgs, majority, probe
-from lingua.tasks import Split, Task, TaskArgs, load_task
+from lingua.feature_files import FeatureFiles
+from lingua.features import load_encoder, run_folder
+from lingua.frozen import FrozenEncoder
+from lingua.glue import GLUE, GlueArgs, load_glue
+from lingua.hf_encoder import load_hf_encoder, parameter_counts
+from lingua.probe import ProbeArgs
+from lingua.probe_task import glue_average, probe_task
+from lingua.results import UNTRAINED, writable_folder, write_results
+from lingua.storage import is_local
+from lingua.tasks import Task, TaskArgs, load_task
 
-RESULTS = "results.json"
-UNTRAINED = "untrained"
+HF = "hf:"
+TIMEOUT = 24 * 3600.0  # seconds that a process waits for another, whose probes may take long
 
 
 @dataclass
 class EvalArgs:
-    """Probe a frozen encoder layer by layer; writes results.json and results.md and prints the table."""
+    """Probe a frozen encoder layer by layer; writes results.json, results.md and pictures, and prints the table.
 
-    ckpt: str = "???"  # run folder (its newest complete checkpoint) or checkpoint folder
-    tasks: dict[str, TaskArgs] = field(default_factory=dict)  # what to probe for, under names of your own
+    tasks.NAME.KEY=VALUE defines a task of your own: ``python -m lingua.tasks --help`` lists its keys. Several
+    processes (torchrun, srun) share the work.
+    """
+
+    ckpt: str | None = None  # run folder (its newest complete checkpoint) or checkpoint folder
+    model: str | None = None  # instead of ckpt, any Hugging Face encoder: hf:ID on the hub, or its folder
+    trust_remote_code: bool = False  # run Python files that come with such a model
+    tasks: Any = field(default_factory=dict)  # glue, one or a list of its tasks, or your own under names of your own
+    glue: GlueArgs = field(default_factory=GlueArgs)
     layers: Any = "all"  # all, a number or a list; 0 is the embedding, negative numbers count from the last
     random_init: bool = False  # the run's weights before its first step instead: the untrained baseline
-    out: str | None = None  # folder of the results; none: RUN/eval/STEP, or RUN/eval/untrained
-    pooling: str = "mean"  # of a text's tokens, special ones included: mean | first | max
+    watch: bool = False  # evaluate every checkpoint the run has and will have, and draw scores against training
+    watch_minutes: float = 120.0  # end after so long without a new checkpoint, or with the run's last
+    out: str | None = None  # folder of the results; none: RUN/eval/STEP, RUN/eval/untrained, or eval/MODEL
+    features: str | None = None  # folder of the feature files; none: features/ beside the folder of the results
+    keep_features: bool = True  # leave them for the next probe; they take 4 bytes x width a row and layer
+    pooling: str = "mean"  # of a text's tokens, special ones included: mean | first | last | max
     final_norm: bool = True  # apply the encoder's final norm to every layer but the embedding
     max_length: int | None = None  # most tokens of a sequence; none: the row length of the training data
     batch_tokens: int = 16_384  # most tokens in a forward pass, padding included
-    device: str | None = None  # none: the GPU if there is one
+    dtype: str = "fp32"  # of the forward pass: fp32 | bf16 (faster, rounds features to three digits) | auto
+    device: str | None = None  # none: the GPU if there is one, one for each process
     probe: ProbeArgs = field(default_factory=ProbeArgs)
 
     def __post_init__(self) -> None:
+        if (self.ckpt is None) == (self.model is None):
+            raise UserError("give one of ckpt=RUN and model=hf:ID")
+        if self.model is not None and (self.random_init or self.watch):
+            raise UserError("random_init and watch are for runs: give ckpt=RUN instead of model")
         layers = self.layers if isinstance(self.layers, list) else [self.layers]
         integers = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
         if self.layers != "all" and not (layers and integers):
             raise UserError(f"layers={self.layers}: expected all, a number or a list such as [0,4,-1]")
         if self.batch_tokens < 1:
             raise UserError(f"batch_tokens={self.batch_tokens}: expected at least 1")
-        if not self.tasks:
-            raise UserError("no tasks: give at least tasks.NAME.train=FILE and tasks.NAME.test=FILE")
+        if not self.watch_minutes >= 0:
+            raise UserError(f"watch_minutes={self.watch_minutes}: expected 0 or more")
+        self.tasks = _named_tasks(self.tasks)
+
+
+@dataclass
+class _OwnTasks:
+    tasks: dict[str, TaskArgs] = field(default_factory=dict)
+
+
+def _named_tasks(tasks: Any) -> list[str] | dict[str, TaskArgs]:
+    """Names of GLUE's tasks, or tasks of the user's own."""
+    if not tasks:
+        raise UserError("no tasks: give tasks=glue, or at least tasks.NAME.train=FILE and tasks.NAME.test=FILE")
+    if isinstance(tasks, dict):
+        sections = {name: to_dict(task) if isinstance(task, TaskArgs) else task for name, task in tasks.items()}
+        return build(_OwnTasks, ("the config", {"tasks": sections})).tasks
+    names = tasks if isinstance(tasks, list) else [tasks]
+    names = list(GLUE) if names == ["glue"] else names
+    for name in names:
+        if name not in GLUE:
+            raise UserError(f"tasks={name}: expected glue, some of {', '.join(GLUE)}, or tasks.{name}.train=FILE ...")
+    return names
 
 
 def evaluate(args: EvalArgs, model_class: type[nn.Module], model_args: type) -> dict[str, Any]:
-    """Probe one checkpoint on every task, write and print the results, and return them.
+    """Probe one encoder on every task, write and print the results, and return them.
+
+    With ``args.watch``, do so for every checkpoint of the run and return the last one's
+    (:func:`lingua.watch.watch`).
 
     Args:
-        model_class, model_args: the app's model and its config dataclass, for its parameter counts.
+        model_class, model_args: the app's model and its config dataclass, for a run's parameter counts.
 
     Raises:
         UserError: a run of another app, and whatever the checkpoint, tasks, features and probes refuse.
     """
-    folder = resolve(args.ckpt)
-    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    out = writable_folder(args.out or run / "eval" / (UNTRAINED if args.random_init else folder.name))
-    tasks = [load_task(name, task_args) for name, task_args in args.tasks.items()]  # bad data before long work
-    encoder = load_encoder(folder, args.random_init, args.max_length, args.device)
-    results = {
-        "checkpoint": str(folder),
-        "step": read_state(folder)["step"],
-        "random_init": args.random_init,
-        "training_seed": encoder.config["seed"],
-        "model": model_class.__name__,
-        "parameters": _parameter_counts(folder, encoder.config["model"], model_class, model_args),
-        "layers": _layers(args.layers, encoder.n_layers),
-        "max_length": encoder.max_length,
-        "config": to_dict(args),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-        "tasks": {},
-    }
-    for task in tasks:
-        results["tasks"][task.name] = _probe_task(task, encoder, results["layers"], args)
-    table = results_table(results)
-    write_whole(out / "results.md", table.encode())
-    write_whole(out / RESULTS, (json.dumps(results, indent=1) + "\n").encode())
-    print(f"\n{table}\nwritten to {out}/")
-    return results
+    evaluation = Evaluation(args, model_class, model_args)
+    if args.watch:
+        from lingua.watch import watch
+
+        return watch(evaluation)
+    if args.model is not None:
+        return evaluation.of_model(args.model)
+    world = evaluation.world
+    return evaluation.of_checkpoint(world.from_first(resolve(args.ckpt) if world.is_first else None))
 
 
-def _parameter_counts(
-    folder: Path, config: dict[str, Any], model_class: type[nn.Module], model_args: type
-) -> dict[str, int]:
-    known = {f.name for f in dataclasses.fields(model_args)}
-    if set(config) != known:
-        raise UserError(
-            f"{folder} is not a run of {model_class.__name__}: its model has {', '.join(sorted(set(config) ^ known))} "
-            "against this app's config; use the eval of the app that trained it"
-        )
-    with torch.device("meta"):
-        return model_class(build(model_args, (f"{folder}/config.yaml", config))).parameter_counts()
+class Evaluation:
+    """What stays the same from one encoder to the next: the processes, the tasks' data, and where results go."""
+
+    def __init__(self, args: EvalArgs, model_class: type[nn.Module], model_args: type) -> None:
+        self.args, self.model_class, self.model_args = args, model_class, model_args
+        self.world: World = start(TIMEOUT)
+        self.device = args.device or str(self.world.device)
+        self.dtype = pick_dtype(args.dtype, torch.device(self.device.partition(":")[0]))
+        if args.ckpt is not None:
+            self.run = run_folder(args.ckpt, resolve(args.ckpt))
+        self.root = Path("eval") if args.ckpt is None else self.run / "eval"
+        if not is_local(self.root) and args.out is None:
+            raise UserError(f"ckpt={args.ckpt} is not on a disk: give out=FOLDER for the results")
+        self._tasks: list[Task] | None = None
+
+    def tasks(self) -> list[Task]:
+        """Every task, read once. Raises UserError at the first that cannot be used."""
+        if self._tasks is None:
+            named = self.args.tasks
+            if isinstance(named, dict):
+                self._tasks = [load_task(name, task_args) for name, task_args in named.items()]
+            else:
+                self._tasks = [load_glue(name, self.args.glue) for name in named]
+            for task in self._tasks:
+                if task.kind == "tokens" and "attentive" in self.args.probe.kinds:
+                    raise UserError(f"tasks.{task.name}: the attentive probe pools a text; this task labels words")
+                for path, lines in task.left_out.items():
+                    print(f"{path}: left out for want of the right number of columns: {len(lines)} lines, {lines[:9]}")
+        return self._tasks
+
+    def out(self, name: str) -> Path:
+        """Folder of the results of a checkpoint or model."""
+        if self.args.out is None:
+            return self.root / name
+        return Path(self.args.out) / name if self.args.watch else Path(self.args.out)
+
+    def of_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Evaluate one checkpoint of the run."""
+        args, out = self.args, writable_folder(self.out(UNTRAINED if self.args.random_init else folder.name))
+        self.tasks()  # bad data before long work
+        with in_use(folder):
+            encoder = load_encoder(folder, args.random_init, args.max_length, self.device, self.dtype, self.run)
+            step = read_state(folder)["step"]
+        batch_tokens = encoder.config.get("batch_tokens")
+        known = {
+            "checkpoint": str(folder),
+            "step": step,
+            "tokens": None if batch_tokens is None else step * batch_tokens,
+            "random_init": args.random_init,
+            "training_seed": encoder.config["seed"],
+            "model": self.model_class.__name__,
+            "parameters": self._run_parameters(folder, encoder.config["model"]),
+        }
+        return self._probe(encoder, known, out)
+
+    def of_model(self, model: str) -> dict[str, Any]:
+        """Evaluate an encoder of Hugging Face."""
+        name = model.removeprefix(HF)
+        out = writable_folder(self.out(Path(name).name))
+        self.tasks()
+        args = self.args
+        encoder = load_hf_encoder(name, args.max_length, self.device, self.dtype, args.trust_remote_code)
+        known = {
+            "checkpoint": name,
+            "commit": getattr(encoder.model.config, "_commit_hash", None),
+            "step": None,
+            "random_init": False,
+            "model": name,
+            "parameters": parameter_counts(encoder.model),
+        }
+        return self._probe(encoder, known, out)
+
+    def _probe(self, encoder: FrozenEncoder, known: dict[str, Any], out: Path) -> dict[str, Any]:
+        """Features, probes and results of one encoder, on every rank alike; rank 0 writes and prints."""
+        args, world = self.args, self.world
+        layers = _layers(args.layers, encoder)
+        folder = writable_folder(args.features or out.parent / "features")
+        files = FeatureFiles(folder, world)
+        how = (args.pooling, args.batch_tokens, args.final_norm)
+        results = {
+            **known,
+            "layers": layers,
+            "max_length": encoder.max_length,
+            "config": to_dict(args),
+            "versions": self._versions(),
+            "tasks": {
+                task.name: probe_task(task, encoder, files, layers, how, args.probe, world) for task in self.tasks()
+            },
+        }
+        results["glue_average"] = glue_average(results, self.tasks())
+        if world.is_first:
+            table = write_results(results, out)
+            print(f"\n{table}\nwritten to {out}/", flush=True)
+            if not args.keep_features:
+                shutil.rmtree(folder)
+        world.gather(None)
+        return results
+
+    def _versions(self) -> dict[str, str]:
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        if self.args.model is not None:
+            import transformers
+
+            versions["transformers"] = transformers.__version__
+        return versions
+
+    def _run_parameters(self, folder: Path, config: dict[str, Any]) -> dict[str, int]:
+        known = {f.name for f in dataclasses.fields(self.model_args)}
+        if set(config) != known:
+            raise UserError(
+                f"{folder} is not a run of {self.model_class.__name__}: its model has "
+                f"{', '.join(sorted(set(config) ^ known))} against this app's config; use the eval of the app that "
+                "trained it"
+            )
+        with torch.device("meta"):
+            return self.model_class(build(self.model_args, (f"{folder}/config.yaml", config))).parameter_counts()
 
 
-def _layers(asked: Any, n_layers: int) -> list[int]:
+def _layers(asked: Any, encoder: FrozenEncoder) -> list[int]:
     if asked == "all":
-        return list(range(n_layers + 1))
-    layers = asked if isinstance(asked, list) else [asked]
-    for layer in layers:
-        if not -n_layers - 1 <= layer <= n_layers:
-            raise UserError(f"layers={asked}: the encoder has layers 0 (embedding) to {n_layers}")
-    return sorted({layer % (n_layers + 1) for layer in layers})
-
-
-def _probe_task(task: Task, encoder: TextEncoder, layers: list[int], args: EvalArgs) -> dict[str, Any]:
-    """Features of both splits and the probes of every layer."""
-    began, encoder.truncated = time.perf_counter(), 0
-    (train_x, train_y, groups_N), (test_x, test_y, _) = (
-        _features(split, encoder, layers, args) for split in (task.train, task.test)
-    )
-    encoded = time.perf_counter()
-    metric = task.args.metric
-    by_layer = {
-        str(layer): probe(train_x[i], train_y, test_x[i], test_y, args.probe, metric, groups_N, encoder.device)
-        for i, layer in enumerate(layers)
-    }
-    print(
-        f"{task.name}: {len(train_y):,} rows to train, {len(test_y):,} to test; {encoder.truncated} sequences cut at "
-        f"{encoder.max_length} tokens; features {encoded - began:.1f} s, probes {time.perf_counter() - encoded:.1f} s"
-    )
-    return {
-        "kind": task.args.kind,
-        "metric": metric,
-        "classes": len(task.classes),
-        "classes_only_in_test": sorted(set(task.test.labels) - set(task.train.labels)) if task.classes else [],
-        "train": _describe(task.train, len(train_y)),
-        "test": _describe(task.test, len(test_y)),
-        "truncated_sequences": encoder.truncated,
-        "majority": majority(train_y, test_y),
-        "layers": by_layer,
-    }
-
-
-def _features(
-    split: Split, encoder: TextEncoder, layers: list[int], args: EvalArgs
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(features [L, N, D], targets [N], groups [N]) of the rows that have features."""
-    if split.sentences:
-        x, kept = encoder.encode_words(split.sentences, layers, args.batch_tokens, args.final_norm)
-        return x, split.y[kept], split.groups[kept]
-    x = encoder.encode(split.texts, layers, split.pairs, args.pooling, args.batch_tokens, args.final_norm)
-    return x, split.y, split.groups
-
-
-def _describe(split: Split, rows: int) -> dict[str, Any]:
-    return {
-        "path": split.path,
-        "sha256": split.sha256,
-        "rows_in_file": split.rows_in_file,
-        "rows": rows,
-        "rows_beyond_max_length": len(split.labels) - rows,
-    }
-
-
-def results_table(results: dict[str, Any]) -> str:
-    """The scores of :func:`evaluate` as Markdown: a line a layer, the two scores of each probe and task."""
-    columns = [
-        (name, kind, score)
-        for name in results["tasks"]
-        for kind in results["config"]["probe"]["kinds"]
-        for score in ("paper", "honest")
-    ]
-
-    def cell(layer: int, name: str, kind: str, score: str) -> str:
-        task = results["tasks"][name]
-        return f"{100 * task['layers'][str(layer)][kind][score][task['metric']]:.1f}"
-
-    header = ["layer"] + [f"{name} {kind} {results['tasks'][name]['metric']}, {score}" for name, kind, score in columns]
-    rows = [[str(layer)] + [cell(layer, *column) for column in columns] for layer in results["layers"]]
-    majorities = [
-        f"{100 * results['tasks'][name]['majority'][results['tasks'][name]['metric']]:.1f}" for name, *_ in columns
-    ]
-    state = "untrained weights" if results["random_init"] else f"step {results['step']:,}"
-    return (
-        f"{results['model']}, {state}, {results['checkpoint']}. Scores x 100. `paper`: the best of the grid on the "
-        "evaluation rows, as the paper reports; `honest`: the setting chosen on held-out training rows.\n\n"
-        + markdown_table(header, [*rows, ["majority", *majorities]])
-    )
-
-
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, the first column to the left and the others to the right, padded for reading as text."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(cells: list[str]) -> str:
-        others = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return f"| {' | '.join([cells[0].ljust(widths[0]), *others])} |\n"
-
-    rule = [":" + "-" * (widths[0] - 1)] + ["-" * (width - 1) + ":" for width in widths[1:]]
-    return line(header) + line(rule) + "".join(map(line, rows))
-
-
-def writable_folder(path: str | Path) -> Path:
-    """The folder, made if it is not there. Raises UserError if it cannot be written."""
+        return list(range(encoder.n_layers + 1))
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return Path(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}; give another out=FOLDER") from None
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees all of it or what was there before. Raises UserError."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        return sorted({encoder.layer_number(layer) for layer in (asked if isinstance(asked, list) else [asked])})
+    except UserError:
+        raise UserError(f"layers={asked}: the encoder has layers 0 (embedding) to {encoder.n_layers}") from None

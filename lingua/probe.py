@@ -1,7 +1,8 @@
 """Frozen probes: what a linear map or the nearest neighbours read out of features, in closed form.
 
-Two scores, each under its own name: ``paper`` takes the best setting of the grid on the evaluation set,
-as the paper does, and is therefore optimistic; ``honest`` chooses the setting on held-out training rows.
+Three scores, each under its own name. ``paper``: at most 10,000 training rows, and the best setting of the grid
+on the evaluation set, as the paper does; it is therefore optimistic. ``honest``: the same rows, the setting
+chosen on a part of them that is held out. ``full``: chosen like that, from all training rows.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lingua.errors import UserError
-from lingua.hashing import permutation
-from lingua.scores import METRICS, all_metrics
+from lingua.attentive import AttentiveArgs, TokenStates, attentive_predictions
+from lingua.errors import UserError, check_fields
+from lingua.knn import nearest
+from lingua.ridge import RidgePath
+from lingua.samples import held_out, sample_rows, sample_sizes
+from lingua.scores import METRICS, all_metrics, kind_of
+
+SCORES = ("paper", "honest", "full")
 
 
 @dataclass
 class ProbeArgs:
     """Grids and choices of the probes."""
 
-    kinds: list[str] = field(default_factory=lambda: ["ridge", "knn"])  # of ridge, knn
+    kinds: list[str] = field(default_factory=lambda: ["ridge", "knn"])  # of ridge, knn, attentive
     lambda_min: float = 1.0  # smallest ridge penalty
     lambda_max: float = 1e4  # largest ridge penalty
     lambdas: int = 9  # number of penalties, log-spaced
@@ -31,36 +37,44 @@ class ProbeArgs:
     standardize: bool = False  # scale features to mean 0, variance 1 before ridge; off is the paper's eq. 3
     neighbours: list[int] = field(default_factory=lambda: [1, 3, 10, 30])  # k of the kNN probe
     distances: list[str] = field(default_factory=lambda: ["l2", "cosine"])  # of the kNN probe
-    held_out: float = 0.2  # fraction of the training rows that chooses the setting of the honest score
+    held_out: float = 0.2  # fraction of the training rows that chooses the setting of the honest and full scores
     seed: int = 0  # of the held-out rows
+    max_samples: int = 10_000  # training rows of the paper and honest scores, the largest sample size
+    samples: int = 5  # number of sample sizes, log-spaced from 1 to max_samples; 1: only the largest
+    sample_seeds: list[int] = field(default_factory=lambda: [0])  # of the samples; the first one's are the scores'
+    full: bool = True  # also fit on all training rows, where there are more than max_samples
+    attentive: AttentiveArgs = field(default_factory=AttentiveArgs)
 
     def __post_init__(self) -> None:
-        def require(ok: bool, key: str, expected: str) -> None:
-            if not ok:
-                raise UserError(f"probe.{key}={getattr(self, key)}: expected {expected}")
-
-        require(bool(self.kinds) and set(self.kinds) <= set(PROBES), "kinds", f"some of {', '.join(PROBES)}")
-        require(self.lambda_min > 0, "lambda_min", "a penalty above 0")
-        require(self.lambda_max >= self.lambda_min, "lambda_max", f"at least lambda_min={self.lambda_min}")
-        require(self.lambdas >= 1, "lambdas", "at least 1")
-        require(bool(self.neighbours) and min(self.neighbours) >= 1, "neighbours", "numbers from 1")
         known = bool(self.distances) and set(self.distances) <= {"l2", "cosine"}
-        require(known, "distances", "some of l2, cosine")
-        require(0 < self.held_out < 1, "held_out", "a fraction between 0 and 1")
+        checks = {
+            "kinds": (bool(self.kinds) and set(self.kinds) <= set(PROBES), f"some of {', '.join(PROBES)}"),
+            "lambda_min": (self.lambda_min > 0, "a penalty above 0"),
+            "lambda_max": (self.lambda_max >= self.lambda_min, f"at least lambda_min={self.lambda_min}"),
+            "lambdas": (self.lambdas >= 1, "at least 1"),
+            "neighbours": (bool(self.neighbours) and min(self.neighbours) >= 1, "numbers from 1"),
+            "distances": (known, "some of l2, cosine"),
+            "held_out": (0 < self.held_out < 1, "a fraction between 0 and 1"),
+            "max_samples": (self.max_samples >= 2, "at least 2"),
+            "samples": (self.samples >= 1, "at least 1"),
+            "sample_seeds": (bool(self.sample_seeds), "at least one seed"),
+        }
+        check_fields("probe", self, checks)
 
     def penalties(self) -> list[float]:
         """The ridge penalties, log-spaced from ``lambda_min`` to ``lambda_max``."""
         return np.geomspace(self.lambda_min, self.lambda_max, self.lambdas).tolist()
 
 
+Features = Tensor | TokenStates
 # A probe fits training rows and yields (setting, predictions for other rows) over its grid.
 Predictions = Iterator[tuple[dict[str, Any], np.ndarray]]
 
 
 def probe(
-    train_x_ND: np.ndarray,
+    train_x_ND: np.ndarray | TokenStates,
     train_y_N: np.ndarray,
-    test_x_MD: np.ndarray,
+    test_x_MD: np.ndarray | TokenStates,
     test_y_M: np.ndarray,
     args: ProbeArgs,
     metric: str,
@@ -70,69 +84,117 @@ def probe(
     """Fit every probe of ``args.kinds`` and score it on the test rows.
 
     Args:
-        train_x_ND, test_x_MD: features.
+        train_x_ND, test_x_MD: features, of any float type; for the attentive probe the states of all tokens.
         train_y_N, test_y_M: class numbers from 0 (integers) or regression targets (floats).
         metric: the primary metric, which chooses the setting: one of ``lingua.scores.METRICS`` for this kind.
-        groups_N: integer per training row; rows of one group (the words of a sentence) are held out together.
-            Default: every row for itself.
+        groups_N: integer per training row; rows of one group (the words of a sentence) are sampled and held out
+            together. Default: every row for itself.
         device: where the linear algebra runs, in float64.
 
     Returns:
-        For each probe ``grid`` (a list of setting and every metric on the test rows), ``paper`` and
-        ``honest`` (the entry of the grid each chooses; the latter with ``held_out_score``, what chose it).
+        For each probe ``paper``, ``honest`` and ``full``: the setting chosen, every metric on the test rows, and
+        for the latter two ``held_out_score``, what chose it (``full`` is None if ``args.full`` is off). ``grid``:
+        every setting with its metrics, on the rows of ``paper``. ``samples``: for each sample size and seed the
+        number of rows and both scores, None where there are too few rows for them.
 
     Raises:
         UserError: NaN or infinite features or targets, lengths that differ, too few training rows.
     """
-    check_finite(train_x_ND, "features of the training rows")
-    check_finite(test_x_MD, "features of the test rows")
+    if isinstance(train_x_ND, np.ndarray) and isinstance(test_x_MD, np.ndarray):
+        check_finite(train_x_ND, "features of the training rows")
+        check_finite(test_x_MD, "features of the test rows")
     for name, x, y in (("training", train_x_ND, train_y_N), ("test", test_x_MD, test_y_M)):
         if len(x) != len(y) or len(y) == 0:
             raise UserError(f"{name} rows: {len(x)} rows of features and {len(y)} targets; expected as many, and some")
         check_finite(y, f"targets of the {name} rows")
-    kind = "classification" if np.issubdtype(train_y_N.dtype, np.integer) else "regression"
     groups_N = np.arange(len(train_y_N)) if groups_N is None else groups_N
-    held_N = held_out(groups_N, args.held_out, args.seed)
-    train, test = (torch.as_tensor(x, dtype=torch.float64, device=device) for x in (train_x_ND, test_x_MD))
-    held = torch.from_numpy(held_N).to(device)
+    train, test = (x if isinstance(x, TokenStates) else torch.as_tensor(x).to(device) for x in (train_x_ND, test_x_MD))
+    fit = _Fit(train, train_y_N, groups_N, test, test_y_M, args, metric, device)
+    return {name: _scores(fit, name) for name in args.kinds}
 
-    results: dict[str, Any] = {}
-    for name in args.kinds:
-        predict = PROBES[name]
-        chosen = [
-            (setting, METRICS[kind][metric](train_y_N[held_N], predicted))
-            for setting, predicted in predict(train[~held], train_y_N[~held_N], train[held], args)
-        ]
-        grid = [
-            {**setting, **all_metrics(test_y_M, predicted, kind)}
-            for setting, predicted in predict(train, train_y_N, test, args)
-        ]
-        setting, held_out_score = max(chosen, key=lambda entry: entry[1])  # the first of equals
-        honest = next(entry for entry in grid if setting.items() <= entry.items())
-        results[name] = {
-            "paper": max(grid, key=lambda entry: entry[metric]),
-            "honest": {**honest, "held_out_score": held_out_score},
-            "grid": grid,
+
+@dataclass
+class _Fit:
+    """Everything a probe is fitted and scored on."""
+
+    x_ND: Features
+    y_N: np.ndarray
+    groups_N: np.ndarray
+    test_x_MD: Features
+    test_y_M: np.ndarray
+    args: ProbeArgs
+    metric: str
+    device: str
+
+    def grid(self, name: str, rows: np.ndarray) -> list[dict[str, Any]]:
+        """Every setting with its metrics on the test rows, fitted on ``rows``."""
+        kind = kind_of(self.y_N, self.test_y_M)
+        predictions = PROBES[name](self.x_ND[rows], self.y_N[rows], self.test_x_MD, self.args, self.device)
+        return [{**setting, **all_metrics(self.test_y_M, predicted, kind)} for setting, predicted in predictions]
+
+    def honest(self, name: str, rows: np.ndarray, grid: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """The entry of ``grid`` whose setting is best on the rows among ``rows`` that are held out, None if the
+        others are too few for every setting."""
+        held = held_out(self.groups_N[rows], self.args.held_out, self.args.seed)
+        fitted, chooses = rows[~held], rows[held]
+        score = METRICS[kind_of(self.y_N, self.test_y_M)][self.metric]
+        predictions = PROBES[name](self.x_ND[fitted], self.y_N[fitted], self.x_ND[chooses], self.args, self.device)
+        scored = [(setting, score(self.y_N[chooses], predicted)) for setting, predicted in predictions]
+        if not scored:
+            return None
+        setting, held_out_score = max(scored, key=lambda entry: entry[1])  # the first of equals
+        entry = next(entry for entry in grid if setting.items() <= entry.items())
+        return {**entry, "held_out_score": held_out_score}
+
+    def best(self, grid: list[dict[str, Any]]) -> dict[str, Any] | None:
+        return max(grid, key=lambda entry: entry[self.metric], default=None)
+
+
+def _scores(fit: _Fit, name: str) -> dict[str, Any]:
+    """The three scores of one probe, and its samples."""
+    args, everything = fit.args, np.arange(len(fit.y_N))
+    rows = sample_rows(fit.groups_N, args.max_samples, args.sample_seeds[0])
+    grid = fit.grid(name, rows)
+    paper, honest = fit.best(grid), fit.honest(name, rows, grid)
+    if honest is None:
+        raise UserError(
+            f"probe.neighbours={args.neighbours}: none is within the {len(rows)} training rows less those held out"
+        )
+    samples = []
+    for size in sample_sizes(args.max_samples, args.samples)[:-1]:
+        for seed in args.sample_seeds if size < len(rows) else ():
+            few = sample_rows(fit.groups_N, size, seed)
+            few_grid = fit.grid(name, few)
+            enough = few_grid and len(np.unique(fit.groups_N[few])) > 1
+            samples.append(
+                {
+                    "size": size,
+                    "seed": seed,
+                    "rows": len(few),
+                    "paper": fit.best(few_grid),
+                    "honest": fit.honest(name, few, few_grid) if enough else None,
+                }
+            )
+    samples.append(
+        {
+            "size": args.max_samples,
+            "seed": args.sample_seeds[0],
+            "rows": len(rows),
+            "paper": paper,
+            "honest": honest,
         }
-    return results
+    )
+    full = None
+    if args.full:
+        full = honest if len(rows) == len(everything) else fit.honest(name, everything, fit.grid(name, everything))
+    return {"paper": paper, "honest": honest, "full": full, "grid": grid, "samples": samples}
 
 
 def majority(train_y_N: np.ndarray, test_y_M: np.ndarray) -> dict[str, float]:
     """Metrics of the constant prediction: the commonest training class, or the training mean."""
-    if np.issubdtype(train_y_N.dtype, np.integer):
-        return all_metrics(test_y_M, np.full(len(test_y_M), np.bincount(train_y_N).argmax()), "classification")
-    return all_metrics(test_y_M, np.full(len(test_y_M), train_y_N.mean()), "regression")
-
-
-def held_out(groups_N: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Boolean mask of the training rows to hold out: whole groups, at least one and not all of them."""
-    names, group_N = np.unique(groups_N, return_inverse=True)
-    if len(names) < 2:
-        raise UserError(
-            f"{len(names)} training row or sentence: the honest score holds some out, so it takes at least 2"
-        )
-    count = min(max(1, round(fraction * len(names))), len(names) - 1)
-    return np.isin(group_N, permutation(len(names), seed)[:count])
+    kind = kind_of(train_y_N, test_y_M)
+    constant = train_y_N.mean() if kind == "regression" else np.bincount(train_y_N).argmax()
+    return all_metrics(test_y_M, np.full(len(test_y_M), constant), kind)
 
 
 def check_finite(values: np.ndarray, what: str) -> None:
@@ -146,47 +208,13 @@ def check_finite(values: np.ndarray, what: str) -> None:
         )
 
 
-class RidgePath:
-    """Ridge regression for any penalty from one eigendecomposition, in float64.
-
-    ``W = (X^T X + lambda I)^-1 X^T Y`` (the paper's eq. 3), equal to scikit-learn's ``Ridge(alpha=lambda)``
-    with ``fit_intercept=intercept``, behind its ``StandardScaler`` if ``standardize``. Of ``X^T X`` and
-    ``X X^T`` the smaller is decomposed.
-    """
-
-    def __init__(self, x_ND: Tensor, y_NC: Tensor, intercept: bool = False, standardize: bool = False) -> None:
-        n, d = x_ND.shape
-        self.shift_D, self.scale_D = x_ND.new_zeros(d), x_ND.new_ones(d)
-        self.offset_C = y_NC.mean(0) if intercept else y_NC.new_zeros(y_NC.shape[1])
-        if intercept or standardize:
-            self.shift_D = x_ND.mean(0)
-        if standardize:
-            constant_D = x_ND.amax(0) == x_ND.amin(0)  # their computed deviation is rounding, not scale
-            self.scale_D = x_ND.std(0, correction=0).masked_fill(constant_D, 1.0)
-        x_ND, y_NC = (x_ND - self.shift_D) / self.scale_D, y_NC - self.offset_C
-        if n >= d:  # R = D
-            eigenvalues_R, self.basis_DR = torch.linalg.eigh(x_ND.T @ x_ND)
-            self.target_RC = self.basis_DR.T @ (x_ND.T @ y_NC)
-        else:  # R = N: (X^T X + lambda)^-1 X^T = X^T (X X^T + lambda)^-1
-            eigenvalues_R, vectors_NR = torch.linalg.eigh(x_ND @ x_ND.T)
-            self.basis_DR = x_ND.T @ vectors_NR
-            self.target_RC = vectors_NR.T @ y_NC
-        self.eigenvalues_R = eigenvalues_R.clamp(min=0)  # rounding makes small ones negative
-
-    def predict(self, x_MD: Tensor, penalties: list[float]) -> Iterator[Tensor]:
-        """Yield the prediction [M, C] of each penalty (above 0)."""
-        x_MR = ((x_MD - self.shift_D) / self.scale_D) @ self.basis_DR
-        for penalty in penalties:
-            yield x_MR @ (self.target_RC / (self.eigenvalues_R + penalty)[:, None]) + self.offset_C
-
-
-def ridge_predictions(x_ND: Tensor, y_N: np.ndarray, x_MD: Tensor, args: ProbeArgs) -> Predictions:
+def ridge_predictions(x_ND: Tensor, y_N: np.ndarray, x_MD: Tensor, args: ProbeArgs, device: str = "cpu") -> Predictions:
     """Ridge on one-hot targets and the argmax (classes), or on the targets as they are (regression)."""
     classification = np.issubdtype(y_N.dtype, np.integer)
     # Only classes that occur: the all-zero column of another would win wherever all true ones are negative.
     classes_C, class_N = np.unique(y_N, return_inverse=True)
     y_NC = np.eye(len(classes_C))[class_N] if classification else y_N[:, None]
-    path = RidgePath(x_ND, torch.from_numpy(y_NC).to(x_ND), args.intercept, args.standardize)
+    path = RidgePath(x_ND, torch.from_numpy(y_NC), args.intercept, args.standardize)
     penalties = args.penalties()
     for penalty, predicted_MC in zip(penalties, path.predict(x_MD, penalties), strict=True):
         if classification:
@@ -195,63 +223,37 @@ def ridge_predictions(x_ND: Tensor, y_N: np.ndarray, x_MD: Tensor, args: ProbeAr
             yield {"lambda": penalty}, predicted_MC[:, 0].cpu().numpy()
 
 
-def knn_predictions(x_ND: Tensor, y_N: np.ndarray, x_MD: Tensor, args: ProbeArgs) -> Predictions:
+def knn_predictions(x_ND: Tensor, y_N: np.ndarray, x_MD: Tensor, args: ProbeArgs, device: str = "cpu") -> Predictions:
     """The majority among the k nearest (the lowest class of equals), or their mean target (regression).
 
     A ``k`` above the number of training rows has no answer and is left out of the grid.
     """
     ks = [k for k in sorted(set(args.neighbours)) if k <= len(x_ND)]
-    if not ks:
-        raise UserError(f"probe.neighbours={args.neighbours}: none is within the {len(x_ND)} training rows")
-    for distance in args.distances:
+    for distance in args.distances if ks else ():
         nearest_MK = y_N[nearest(x_ND, x_MD, ks[-1], distance).cpu().numpy()]
         for k in ks:
             if np.issubdtype(y_N.dtype, np.integer):
-                # Votes are counted one class at a time against the best so far: no [M, classes] table.
-                best_M, votes_M = (
-                    np.zeros(len(nearest_MK), dtype=y_N.dtype),
-                    np.zeros(len(nearest_MK), dtype=int),
-                )
-                for label in np.unique(nearest_MK[:, :k]):
-                    count_M = (nearest_MK[:, :k] == label).sum(1)
-                    best_M, votes_M = np.where(count_M > votes_M, label, best_M), np.maximum(count_M, votes_M)
-                yield {"k": k, "distance": distance}, best_M
+                yield {"k": k, "distance": distance}, _most_frequent(nearest_MK[:, :k])
             else:
                 yield {"k": k, "distance": distance}, nearest_MK[:, :k].mean(1)
 
 
-def nearest(x_ND: Tensor, x_MD: Tensor, k: int, distance: str, chunk_numbers: int = 1 << 20) -> Tensor:
-    """Indices [M, k] of the nearest of ``x_ND`` for each row of ``x_MD``, nearest first, lower index on ties.
-
-    ``distance`` is ``l2`` or ``cosine``; a zero vector is at cosine distance 1 from all, as in scikit-learn.
-    At most ``chunk_numbers`` distances (and at least one row of them) are in memory at a time.
-    """
-    if distance == "cosine":
-        x_ND, x_MD = (x / x.norm(dim=1, keepdim=True).clamp(min=1e-300) for x in (x_ND, x_MD))
-        norms_N = x_ND.new_zeros(len(x_ND))
-    else:
-        center_D = x_ND.mean(0)  # leaves distances as they are, and keeps |a|^2 - 2ab small
-        x_ND, x_MD = x_ND - center_D, x_MD - center_D
-        norms_N = x_ND.square().sum(1)
-    found = []
-    for chunk_BD in x_MD.split(max(1, chunk_numbers // len(x_ND))):
-        far_BN = torch.addmm(norms_N[None], chunk_BD, x_ND.T, alpha=-2.0)  # |a - b|^2 less the constant |b|^2
-        value_BK, index_BK = far_BN.topk(k, largest=False)
-        # topk breaks ties as it likes. Where they cross k, take all that are nearer and the first of the tied.
-        kth_B1 = value_BK.amax(1, keepdim=True)
-        crossing_B = (far_BN <= kth_B1).sum(1) > k
-        if crossing_B.any():
-            far, kth = far_BN[crossing_B], kth_B1[crossing_B]
-            rank_N = torch.arange(len(x_ND), device=far.device)
-            rank = torch.where(far == kth, rank_N, torch.where(far < kth, -1, len(x_ND)))
-            index_BK[crossing_B] = rank.topk(k, largest=False).indices
-        index_BK = index_BK.sort(1).values  # then by distance, equal distances staying in this order
-        index_BK = index_BK.gather(1, far_BN.gather(1, index_BK).sort(dim=1, stable=True).indices)
-        found.append(index_BK)
-    return torch.cat(found)
+def _most_frequent(labels_MK: np.ndarray) -> np.ndarray:
+    """The commonest label of each row, the lowest of equals."""
+    # Counted one class at a time against the best so far: no [M, classes] table.
+    best_M, votes_M = np.zeros(len(labels_MK), dtype=labels_MK.dtype), np.zeros(len(labels_MK), dtype=int)
+    for label in np.unique(labels_MK):
+        count_M = (labels_MK == label).sum(1)
+        best_M, votes_M = np.where(count_M > votes_M, label, best_M), np.maximum(count_M, votes_M)
+    return best_M
 
 
-PROBES: dict[str, Callable[[Tensor, np.ndarray, Tensor, ProbeArgs], Predictions]] = {
+def _attentive(x: TokenStates, y_N: np.ndarray, test_x: TokenStates, args: ProbeArgs, device: str) -> Predictions:
+    return attentive_predictions(x, y_N, test_x, args.attentive, args.seed, device)
+
+
+PROBES: dict[str, Callable[..., Predictions]] = {
     "ridge": ridge_predictions,
     "knn": knn_predictions,
+    "attentive": _attentive,
 }

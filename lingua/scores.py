@@ -26,6 +26,13 @@ def macro_f1(target_M: np.ndarray, predicted_M: np.ndarray) -> float:
     return float(np.mean(2 * np.diag(counts) / (counts.sum(0) + counts.sum(1))))
 
 
+def f1(target_M: np.ndarray, predicted_M: np.ndarray) -> float:
+    """2 TP / (2 TP + FP + FN) of class 1, the positive one of two; 0 where there is no such class to find."""
+    positive, found = target_M == 1, predicted_M == 1
+    total = positive.sum() + found.sum()
+    return float(2 * (positive & found).sum() / total) if total else 0.0
+
+
 def matthews(target_M: np.ndarray, predicted_M: np.ndarray) -> float:
     """Matthews' correlation, for any number of classes (Gorodkin 2004); 0 where it is undefined."""
     counts = _confusion(target_M, predicted_M)
@@ -52,10 +59,20 @@ def spearman(target_M: np.ndarray, predicted_M: np.ndarray) -> float:
     return pearson(ranks(target_M), ranks(predicted_M))
 
 
-METRICS: dict[str, dict[str, Callable[[np.ndarray, np.ndarray], float]]] = {
-    "classification": {"accuracy": accuracy, "macro_f1": macro_f1, "matthews": matthews},
+Metric = Callable[[np.ndarray, np.ndarray], float]
+_CLASSES: dict[str, Metric] = {"accuracy": accuracy, "macro_f1": macro_f1, "matthews": matthews}
+METRICS: dict[str, dict[str, Metric]] = {
+    "classification": _CLASSES,
+    "binary": {**_CLASSES, "f1": f1},  # classification with the classes 0 and 1
     "regression": {"spearman": spearman, "pearson": pearson},
 }
+
+
+def kind_of(*targets: np.ndarray) -> str:
+    """The kind in ``METRICS`` of targets: class numbers are integers, ``binary`` if none is above 1."""
+    if not all(np.issubdtype(y.dtype, np.integer) for y in targets):
+        return "regression"
+    return "binary" if all(y.max() <= 1 for y in targets) else "classification"
 
 
 def all_metrics(target_M: np.ndarray, predicted_M: np.ndarray, kind: str) -> dict[str, float]:

@@ -3,27 +3,24 @@
 tasks:
   brown: {kind: tokens, train: brown_train.jsonl, test: brown_test.jsonl}
   reviews: {train: train.csv, test: test.csv, text: review, label: stars, kind: regression}
+
+``python -m lingua.tasks train=FILE test=FILE ...`` reads one and says what it found.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import hashlib
-import json
 import math
-import sys
-import zlib
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lingua.args import cli
 from lingua.errors import UserError
-from lingua.hashing import permutation
+from lingua.samples import whole_groups
 from lingua.scores import METRICS
+from lingua.tables import file_digest, read_rows
 
 KINDS = ("classification", "regression", "tokens")
 
@@ -32,7 +29,7 @@ KINDS = ("classification", "regression", "tokens")
 class TaskArgs:
     """One labelled data set."""
 
-    train: str = "???"  # file of labelled rows: .jsonl, .csv or .tsv, also .gz
+    train: str = "???"  # file of labelled rows: .jsonl, .csv or .tsv, also .gz, or .parquet
     test: str = "???"  # file of the evaluation rows, of the same columns
     kind: str = "classification"  # classification | regression | tokens (a class for each word)
     text: str = "text"  # column of the text
@@ -41,9 +38,9 @@ class TaskArgs:
     words: str = "words"  # tokens: column with the list of words
     tags: str = "tags"  # tokens: column with the list of their classes
     metric: str | None = None  # the primary score; none: accuracy, or spearman for regression
-    # most training rows, a seeded subset (the paper's limit); -1: all. A row of a tokens task is a word, and
-    # its sentences stay whole
-    max_train_rows: int = 10_000
+    # most training rows, a seeded subset; -1: all. A row of a tokens task is a word, and its sentences stay whole.
+    # What the scores are fitted on is chosen among these: probe.max_samples
+    max_train_rows: int = -1
     max_test_rows: int = -1  # most evaluation rows; -1: all
     seed: int = 0  # of the subsets
 
@@ -52,27 +49,26 @@ class TaskArgs:
             raise UserError(f"task: kind={self.kind}: expected one of {', '.join(KINDS)}")
         if self.kind == "tokens" and self.text_b is not None:
             raise UserError(f"task: text_b={self.text_b}: a tokens task has no pairs")
-        known = METRICS[self.score_kind]
+        known = METRICS["regression" if self.kind == "regression" else "binary"]
         if self.metric is None:
             self.metric = next(iter(known))
         if self.metric not in known:
             raise UserError(f"task: metric={self.metric}: a {self.kind} task has {', '.join(known)}")
-        for key in ("max_train_rows", "max_test_rows"):
-            if getattr(self, key) != -1 and getattr(self, key) < 2:
-                raise UserError(f"task: {key}={getattr(self, key)}: expected -1 (all) or at least 2")
+        check_limits("task", self)
 
-    @property
-    def score_kind(self) -> str:
-        """What its predictions are scored as: ``classification`` or ``regression``."""
-        return "regression" if self.kind == "regression" else "classification"
+
+def check_limits(section: str, args: Any) -> None:
+    """Raise UserError unless ``max_train_rows`` and ``max_test_rows`` can be."""
+    for key in ("max_train_rows", "max_test_rows"):
+        if getattr(args, key) != -1 and getattr(args, key) < 2:
+            raise UserError(f"{section}: {key}={getattr(args, key)}: expected -1 (all) or at least 2")
 
 
 @dataclass
 class Split:
-    """The rows of one file that are used, in the file's order."""
+    """The rows of one or more files that are used, in their order."""
 
-    path: str
-    sha256: str  # of the file's bytes as stored
+    files: dict[str, str]  # SHA-256 of the bytes by path
     rows_in_file: int
     texts: list[str] = field(default_factory=list)
     pairs: list[str] | None = None
@@ -94,10 +90,13 @@ class Task:
     """A labelled task that has been read: its two splits and its classes."""
 
     name: str
-    args: TaskArgs
+    kind: str  # classification | regression | tokens
+    metrics: tuple[str, ...]  # what is shown; the first is the primary score
     train: Split
     test: Split
-    classes: list[str]  # sorted; empty for regression. Class numbers are places in it
+    classes: list[str]  # class numbers are places in it; empty for regression
+    average: bool = False  # whether it counts in GLUE's mean
+    left_out: dict[str, list[int]] = field(default_factory=dict)  # by file, lines that could not be used
 
 
 def load_task(name: str, args: TaskArgs) -> Task:
@@ -109,27 +108,35 @@ def load_task(name: str, args: TaskArgs) -> Task:
     """
     train = _load_split(args.train, args, args.max_train_rows)
     test = _load_split(args.test, args, args.max_test_rows)
-    kinds = set(train.labels)
+    classes = [] if args.kind == "regression" else sorted({*train.labels, *test.labels})
+    if args.metric == "f1" and len(classes) != 2:
+        raise UserError(
+            f"tasks.{name}.metric=f1: expected two classes, found {len(classes)}; macro_f1 takes any number"
+        )
+    return number_labels(Task(name, args.kind, (str(args.metric),), train, test, classes))
+
+
+def number_labels(task: Task) -> Task:
+    """Fill ``y`` of both splits. Raises UserError if the labels say nothing, or are not of one task."""
+    train, test = task.train, task.test
+    kinds, where = set(train.labels), ", ".join(train.files)
     if len(kinds) < 2:
         raise UserError(
-            f"{args.train}: all {len(train.labels)} training rows have the label {kinds.pop()!r}: "
+            f"{where}: all {len(train.labels)} training rows have the label {kinds.pop()!r}: "
             "expected at least two different ones"
         )
-    classes: list[str] = []
-    if args.score_kind == "classification":
-        classes = sorted({*train.labels, *test.labels})
-        number = {label: index for index, label in enumerate(classes)}
-        if not kinds & set(test.labels):
-            raise UserError(
-                f"{args.test}: none of its labels ({_some(test.labels)}) is among those of {args.train} "
-                f"({_some(train.labels)}): is it labelled, and the same task?"
-            )
-        for split in (train, test):
+    if task.classes and not kinds & set(test.labels):
+        raise UserError(
+            f"{', '.join(test.files)}: none of its labels ({_some(test.labels)}) is among those of {where} "
+            f"({_some(train.labels)}): is it labelled, and the same task?"
+        )
+    number = {label: index for index, label in enumerate(task.classes)}
+    for split in (train, test):
+        if task.classes:
             split.y = np.array([number[label] for label in split.labels], dtype=np.int64)
-    else:
-        for split in (train, test):
+        else:
             split.y = np.array(split.labels, dtype=np.float64)
-    return Task(name, args, train, test, classes)
+    return task
 
 
 def _some(labels: list[Any]) -> str:
@@ -142,9 +149,8 @@ def _load_split(path: str, args: TaskArgs, max_rows: int) -> Split:
     rows = [read(row, args, f"{path}, line {line}") for line, row in read_rows(path)]
     if not rows:
         raise UserError(f"{path}: no rows")
-    with open(path, "rb") as file:
-        split = Split(path, hashlib.file_digest(file, "sha256").hexdigest(), len(rows))
-    rows = [rows[i] for i in _subset([row[2] for row in rows], max_rows, args.seed)]
+    split = Split({path: file_digest(path)}, len(rows))
+    rows = [rows[i] for i in whole_groups([row[2] for row in rows], max_rows, args.seed)]
     if args.kind == "tokens":
         split.sentences = [row[0] for row in rows]
         split.labels = [tag for row in rows for tag in row[1]]
@@ -153,15 +159,6 @@ def _load_split(path: str, args: TaskArgs, max_rows: int) -> Split:
         split.pairs = None if args.text_b is None else [row[0][1] for row in rows]
         split.labels = [row[1] for row in rows]
     return split
-
-
-def _subset(sizes: list[int], most: int, seed: int) -> list[int]:
-    """Rows of a seeded order up to the first that would pass ``most`` in all, in the file's order."""
-    if most == -1:
-        return list(range(len(sizes)))
-    order = permutation(len(sizes), seed)
-    within = np.cumsum(np.array(sizes)[order]) <= most
-    return sorted(order[: max(1, int(within.sum()))].tolist())
 
 
 def _text_row(row: dict[str, Any], args: TaskArgs, where: str) -> tuple[tuple[str, ...], str | float, int]:
@@ -210,64 +207,20 @@ def _class(value: Any, column: str, where: str) -> str:
     return str(value)
 
 
-def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, row) of a labelled file; the kind is told by its ending.
-
-    ``.jsonl``: one object a line. ``.csv``: a line of column names, quotes as in RFC 4180. ``.tsv``: a line of
-    column names, quotes are characters like any other. UTF-8; ``.gz`` behind any of them.
-
-    Raises:
-        UserError: no such file, unknown ending, or a line that cannot be read.
-    """
-    ending = "".join(Path(path).suffixes[-2:]) if path.endswith(".gz") else Path(path).suffix
-    read = {".jsonl": _read_jsonl, ".csv": _read_table, ".tsv": _read_table}.get(ending.removesuffix(".gz"))
-    if read is None:
-        raise UserError(f"{path}: expected a file that ends in .jsonl, .csv or .tsv (or those with .gz)")
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file")
-    yield from read(path, ending.startswith(".tsv"))
+def describe(args: TaskArgs) -> None:
+    """Read a task and print what an evaluation would use."""
+    task = load_task("task", args)
+    print(f"{task.kind}, primary metric {task.metrics[0]}")
+    for name, split in (("train", task.train), ("test", task.test)):
+        print(f"{name}: {len(split.labels):,} rows used, {split.rows_in_file:,} in {', '.join(split.files)}")
+        if task.classes:
+            counts = Counter(split.labels)
+            print("  " + ", ".join(f"{label}: {counts[label]:,}" for label in task.classes[:20]))
+        else:
+            print(f"  {min(split.labels):g} to {max(split.labels):g}, mean {np.mean(split.labels):g}")
+        text = " ".join(split.sentences[0]) if split.sentences else split.texts[0]
+        print(f"  first: {text[:100]!r} -> {split.labels[0]!r}")
 
 
-def _lines(path: str) -> Iterator[str]:
-    """Lines with their ends, decoded one at a time so that an error has a line number."""
-    number = 0
-    try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from None
-    except (EOFError, zlib.error, OSError) as error:
-        raise UserError(f"{path}: cannot be read after line {number}: {error}") from None
-
-
-def _read_jsonl(path: str, _: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(_lines(path), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: not JSON ({error}): {line.strip()[:80]!r}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: expected a JSON object, found {line.strip()[:80]!r}")
-        yield number, row
-
-
-def _read_table(path: str, tabs: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    csv.field_size_limit(sys.maxsize)  # the module's own limit of 131,072 characters is less than a document
-    quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
-    reader = csv.reader(_lines(path), delimiter="\t" if tabs else ",", quoting=quoting, strict=True)
-    columns: list[str] | None = None
-    try:
-        for values in reader:
-            if columns is None:
-                columns = values
-                if len(set(columns)) < len(columns):
-                    raise UserError(f"{path}, line 1: a column name stands twice: {', '.join(columns)}")
-                continue
-            if len(values) != len(columns):
-                raise UserError(
-                    f"{path}, line {reader.line_num}: {len(values)} columns, the first line names {len(columns)}"
-                )
-            yield reader.line_num, dict(zip(columns, values, strict=True))
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: {error}") from None
+if __name__ == "__main__":
+    cli(TaskArgs, describe, "python -m lingua.tasks")

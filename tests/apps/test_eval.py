@@ -20,9 +20,10 @@ from apps.crossbert import eval as crossbert_eval
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.args import build, cli
 from lingua.errors import UserError
-from lingua.evaluate import EvalArgs, evaluate, markdown_table, write_whole
+from lingua.evaluate import EvalArgs, evaluate
 from lingua.features import load_encoder
 from lingua.probe import probe
+from lingua.results import markdown_table, write_whole
 from lingua.tasks import TaskArgs
 from lingua.tokenizer import SentencePieceTokenizer
 from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
@@ -100,11 +101,11 @@ def test_results_are_written_whole_and_the_same_each_time(files: dict[str, Path]
         evaluate(args, CrossBert, CrossBertArgs)
         written.append((out / "results.json").read_bytes())
     assert written[0] == written[1]
-    assert sorted(path.name for path in out.iterdir()) == ["results.json", "results.md"]
+    assert sorted(path.name for path in out.iterdir()) == ["layers.png", "results.json", "results.md", "samples.png"]
     results = json.loads(written[0])
     assert results["step"] == 3
     assert results["config"]["probe"]["lambdas"] == 9
-    assert results["tasks"]["texts"]["train"]["sha256"]
+    assert len(results["tasks"]["texts"]["train"]["files"][str(files["texts"])]) == 64
     # dim 32, ffn 256, two blocks; the predictor has one block; the vocabulary counts once
     block, vocabulary = 4 * 32 * 32 + 3 * 32 * 256, results_vocabulary(files)
     encoder, full = 2 * block + 32 * vocabulary, 3 * block + 32 * vocabulary
@@ -112,7 +113,7 @@ def test_results_are_written_whole_and_the_same_each_time(files: dict[str, Path]
     table = (out / "results.md").read_text()
     assert "| majority |" in table
     paper = 100 * results["tasks"]["texts"]["layers"]["2"]["ridge"]["paper"]["accuracy"]
-    assert f"{paper:.1f}" in table.splitlines()[-2]
+    assert f"{paper:.1f}" in table.split("ridge, `paper`")[1].split("| majority |")[0].splitlines()[-1]
 
 
 def results_vocabulary(files: dict[str, Path]) -> int:
@@ -140,7 +141,7 @@ def test_words_beyond_the_length_are_counted_and_left_out(files: dict[str, Path]
     sentence = np.array([number for number, row in enumerate(tagged) for _ in row["words"]])[kept]
     assert found["layers"]["0"] == probe(x, y, x, y, args.probe, "accuracy", sentence)
     assert found["layers"]["0"] != probe(x, y, x, y, args.probe, "accuracy")  # held out word by word
-    assert found["truncated_sequences"] == 2 * len(tagged)
+    assert found["train"]["truncated_sequences"] == len(tagged)
     for split in ("train", "test"):
         assert found[split]["rows"] == kept.sum()
         assert found[split]["rows_beyond_max_length"] == len(kept) - kept.sum() > 0

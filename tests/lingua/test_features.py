@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lingua.errors import UserError
-from lingua.features import TextEncoder, length_buckets, load_encoder
+from lingua.features import TextEncoder, load_encoder
+from lingua.frozen import length_buckets
 from lingua.tokenizer import RobertaTokenizer, SentencePieceTokenizer
 from lingua.transformer import Encoder, TransformerArgs, init_weights
 from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
@@ -85,10 +86,12 @@ def test_pairs_are_one_sequence(enc: TextEncoder) -> None:
 @pytest.mark.parametrize(("a", "b", "kept"), [(30, 2, (14, 2)), (2, 30, (2, 14)), (30, 30, (8, 8)), (9, 7, (9, 7))])
 def test_truncation_is_counted_and_the_longer_side_loses_first(a: int, b: int, kept: tuple[int, int]) -> None:
     enc = roberta(max_length=20)
-    ids_a, ids_b = np.arange(100, 100 + a), np.arange(200, 200 + b)
-    expected = [0, *ids_a[: kept[0]], 2, 2, *ids_b[: kept[1]], 2]
-    assert enc._sequence(ids_a, ids_b).tolist() == expected
-    assert enc.truncated == int((a, b) != kept)
+    texts = [" the" * a, " a" * b]
+    ids_a, ids_b = enc.tokenizer.encode_batch(texts)
+    assert (len(ids_a), len(ids_b)) == (a, b)
+    sequences = enc.text_sequences(texts[:1], texts[1:])
+    assert sequences.ids[0].tolist() == [0, *ids_a[: kept[0]], 2, 2, *ids_b[: kept[1]], 2]
+    assert sequences.truncated == int((a, b) != kept)
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end_token() -> None:
@@ -233,7 +236,7 @@ def test_batches_without_tokens_are_refused(enc: TextEncoder, batch_tokens: int)
 def test_unknown_layer_and_pooling_are_refused(enc: TextEncoder) -> None:
     with pytest.raises(UserError, match="layer 3"):
         enc.encode(["dog"], layers=3)
-    with pytest.raises(UserError, match="pooling=cls: expected one of mean, first, max"):
+    with pytest.raises(UserError, match="pooling=cls: expected one of mean, first, last, max"):
         enc.encode(["dog"], pooling="cls")
 
 

@@ -11,17 +11,10 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from lingua.errors import UserError
-from lingua.probe import (
-    ProbeArgs,
-    RidgePath,
-    check_finite,
-    held_out,
-    knn_predictions,
-    majority,
-    nearest,
-    probe,
-    ridge_predictions,
-)
+from lingua.knn import nearest
+from lingua.probe import ProbeArgs, check_finite, knn_predictions, majority, probe, ridge_predictions
+from lingua.ridge import RidgePath
+from lingua.samples import held_out
 
 
 def clusters(n: int, d: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +116,7 @@ def test_k_above_the_number_of_rows_is_left_out() -> None:
     result = probe(x, y, x, y, ProbeArgs(kinds=["knn"]), "accuracy")["knn"]
     assert sorted({entry["k"] for entry in result["grid"]}) == [1, 3, 10]
     assert result["honest"]["k"] <= 8  # two of the ten rows are held out
-    with pytest.raises(UserError, match="none is within the 8 training rows"):
+    with pytest.raises(UserError, match="none is within the 10 training rows less those held out"):
         probe(x, y, x, y, ProbeArgs(kinds=["knn"], neighbours=[30]), "accuracy")
 
 

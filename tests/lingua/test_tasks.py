@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from lingua.errors import UserError
-from lingua.tasks import TaskArgs, load_task, read_rows
+from lingua.tables import read_rows
+from lingua.tasks import TaskArgs, load_task
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
@@ -37,8 +38,8 @@ def test_classes_are_numbered_and_files_are_named(files: dict[str, str]) -> None
     assert task.train.groups.tolist() == list(range(30))
     assert task.train.pairs is None
     assert task.train.rows_in_file == 30
-    assert task.train.sha256 == hashlib.sha256(Path(files["train"]).read_bytes()).hexdigest()
-    assert task.args.metric == "accuracy"
+    assert task.train.files == {files["train"]: hashlib.sha256(Path(files["train"]).read_bytes()).hexdigest()}
+    assert task.metrics == ("accuracy",)
 
 
 def test_the_same_rows_from_every_kind_of_file(tmp_path: Path, files: dict[str, str]) -> None:
@@ -164,7 +165,8 @@ def test_a_bad_sentence_is_named(tmp_path: Path, row: dict, message: str) -> Non
         ("a.tsv", b"text\tlabel\na\n", "line 2: 1 columns"),
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a", "label": 1}\n' * 2000)[:-20], "cannot be read after line"),
-        ("a.parquet", b"", "expected a file that ends in .jsonl, .csv or .tsv"),
+        ("a.parquet", b"", "cannot be read after row 0"),
+        ("a.txt", b"", "expected a file that ends in .jsonl, .csv, .tsv"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, files: dict[str, str], name: str, content: bytes, message: str) -> None:
@@ -190,7 +192,7 @@ def test_a_missing_file_and_labels_that_say_nothing(tmp_path: Path, files: dict[
     ("fields", "message"),
     [
         ({"kind": "tokns"}, "task: kind=tokns: expected one of classification, regression, tokens"),
-        ({"metric": "pearson"}, "metric=pearson: a classification task has accuracy, macro_f1, matthews"),
+        ({"metric": "pearson"}, "metric=pearson: a classification task has accuracy, macro_f1, matthews, f1"),
         ({"kind": "tokens", "text_b": "b"}, "text_b=b: a tokens task has no pairs"),
         ({"max_train_rows": 1}, "max_train_rows=1: expected -1"),
         ({"max_test_rows": 0}, "max_test_rows=0: expected -1"),

@@ -1,0 +1,108 @@
+"""Features in memory-mapped files, keyed by what decides them: a second probe costs no forward pass.
+
+``FOLDER/KEY/layer_05.npy`` is [N, D] float32; KEY is a hash of the model's weights, the token ids of all texts, and
+how they are pooled. Delete the folder when you are done: nothing refers to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+from numpy.lib import format as npy
+
+from lingua.distributed import World
+from lingua.errors import UserError
+from lingua.frozen import FrozenEncoder, Sequences
+from lingua.probe import check_finite
+from lingua.progress import Progress
+
+
+class FeatureFiles:
+    """Makes and finds feature files. Every rank of ``world`` calls :meth:`get` alike and encodes its share.
+
+    Args:
+        folder: on a disk that all ranks share.
+    """
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self.folder, self.world = folder, world
+        self._weights: dict[int, bytes] = {}  # by id of the encoder
+
+    def get(
+        self,
+        encoder: FrozenEncoder,
+        sequences: Sequences,
+        layers: Sequence[int],
+        pooling: str = "mean",
+        batch_tokens: int = 16_384,
+        final_norm: bool = True,
+        title: str = "features",
+    ) -> list[np.ndarray]:
+        """Features [N, D] of each layer (counted from 0), read-only, from their files or computed now.
+
+        Raises:
+            UserError: NaN or infinite features, or no room for them.
+        """
+        pooled = pooling if sequences.places is None else "none"
+        key = hashlib.sha256(f"{pooled} {final_norm}".encode())
+        key.update(self._weights_digest(encoder) + sequences.digest())
+        folder = self.folder / self.world.from_first(key.hexdigest()[:32])
+        shape = (int(sequences.first_rows()[-1]), encoder.dim)
+        paths = {layer: folder / f"layer_{layer:02d}.npy" for layer in layers}
+        missing = self.world.from_first([layer for layer in paths if not _is_whole(paths[layer], shape)])
+        if missing:
+            partial = {layer: paths[layer].with_suffix(".partial") for layer in missing}
+            if self.world.is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                for path in partial.values():
+                    _allocate(path, shape)
+            self.world.gather(None)  # the files are there
+            out = [npy.open_memmap(partial[layer], mode="r+") for layer in missing]
+            part, texts = (self.world.rank, self.world.size), len(sequences.ids) // self.world.size
+            with Progress(title, texts, "tokens") if self.world.is_first else nullcontext() as progress:
+                encoder.run(sequences, missing, pooling, batch_tokens, final_norm, out, part, progress)
+            for array in out:
+                array.flush()
+            del out
+            self.world.gather(None)  # every rank has written
+            if self.world.is_first:
+                for layer, path in partial.items():
+                    check_finite(npy.open_memmap(path, mode="r"), f"features of layer {layer}")
+                    path.replace(paths[layer])
+            self.world.gather(None)  # the files have their names
+        else:
+            encoder.truncated += sequences.truncated
+        # copy-on-write, because PyTorch warns of arrays that it cannot write to
+        return [npy.open_memmap(paths[layer], mode="c") for layer in layers]
+
+    def _weights_digest(self, encoder: FrozenEncoder) -> bytes:
+        if id(encoder) not in self._weights:
+            self._weights = {id(encoder): encoder.weights_digest() if self.world.is_first else b""}
+        return self._weights[id(encoder)]
+
+
+def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
+    try:
+        return npy.open_memmap(path, mode="r").shape == shape
+    except (OSError, ValueError):  # not there, or cut
+        return False
+
+
+def _allocate(path: Path, shape: tuple[int, int]) -> None:
+    """Make the file with all its blocks: a mapped write to a full disk would kill the process."""
+    try:
+        with path.open("wb") as file:
+            npy.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+            if shape[0]:
+                os.posix_fallocate(file.fileno(), file.tell(), shape[0] * shape[1] * 4)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise UserError(
+            f"{path}: no room for {shape[0] * shape[1] * 4 / 1e9:.2f} GB of features: {error.strerror}; free some, "
+            "name another folder with features=FOLDER, or ask for fewer layers or rows"
+        ) from None

@@ -1,0 +1,114 @@
+"""Rows of labelled files: JSON lines, CSV, TSV and parquet, each with the line or row it stands at."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lingua.errors import UserError
+from lingua.files import optional
+
+Row = tuple[int, dict[str, Any]]
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """Yield (line number from 1, row) of a labelled file; the kind is told by its ending.
+
+    ``.jsonl``: one object a line. ``.csv``: a line of column names, quotes as in RFC 4180. ``.tsv``: a line of
+    column names, quotes are characters like any other. ``.parquet``: rows are counted instead of lines. UTF-8;
+    ``.gz`` behind any of the first three.
+
+    Raises:
+        UserError: no such file, unknown ending, or a line that cannot be read.
+    """
+    ending = "".join(Path(path).suffixes[-2:]) if path.endswith(".gz") else Path(path).suffix
+    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".tsv": _tsv_rows}
+    read = _parquet_rows if ending == ".parquet" else readers.get(ending.removesuffix(".gz"))
+    if read is None:
+        raise UserError(f"{path}: expected a file that ends in .jsonl, .csv, .tsv (or those with .gz) or .parquet")
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file")
+    yield from read(path)
+
+
+def file_digest(path: str) -> str:
+    """SHA-256 of a file's bytes as stored."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tsv_lines(path: str) -> Iterator[tuple[int, list[str]]]:
+    """(line number from 1, fields) of a file of tab-separated fields in which quotes mean nothing."""
+    for number, line in enumerate(_lines(path), start=1):
+        yield number, line.rstrip("\r\n").split("\t")
+
+
+def _lines(path: str) -> Iterator[str]:
+    """Lines with their ends, decoded one at a time so that an error has a line number."""
+    number = 0
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    except (EOFError, zlib.error, OSError) as error:
+        raise UserError(f"{path}: cannot be read after line {number}: {error}") from None
+
+
+def _jsonl_rows(path: str) -> Iterator[Row]:
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: not JSON ({error}): {line.strip()[:80]!r}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: expected a JSON object, found {line.strip()[:80]!r}")
+        yield number, row
+
+
+def _csv_rows(path: str) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # the module's own limit of 131,072 characters is less than a document
+    reader = csv.reader(_lines(path), strict=True)
+    try:
+        yield from _named(path, ((reader.line_num, values) for values in reader))
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: {error}") from None
+
+
+def _tsv_rows(path: str) -> Iterator[Row]:
+    return _named(path, tsv_lines(path))
+
+
+def _named(path: str, lines: Iterator[tuple[int, list[str]]]) -> Iterator[Row]:
+    """Rows of lines of fields, of which the first names the columns."""
+    columns: list[str] | None = None
+    for number, values in lines:
+        if columns is None:
+            columns = values
+            if len(set(columns)) < len(columns):
+                raise UserError(f"{path}, line 1: a column name stands twice: {', '.join(columns)}")
+        elif len(values) != len(columns):
+            raise UserError(f"{path}, line {number}: {len(values)} columns, the first line names {len(columns)}")
+        else:
+            yield number, dict(zip(columns, values, strict=True))
+
+
+def _parquet_rows(path: str) -> Iterator[Row]:
+    parquet = optional("pyarrow.parquet", "reading parquet files")
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (OSError, ValueError) as error:  # Arrow's errors are of these kinds
+        raise UserError(f"{path}: cannot be read after row {number}: {' '.join(str(error).split())}") from None
