@@ -12,11 +12,13 @@ from typing import Any
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Commit (with ``+`` if files differ from it), processor, number of CPUs, Python and package versions."""
+    """Commit (with ``+`` if files differ from it), processor, number of CPUs, how many processes wanted one over the
+    last minutes (the benchmark's own among them), Python and package versions."""
     return {
         "commit": _commit(),
         "processor": _processor(),
         "cpus": os.cpu_count(),
+        "load_averages": [round(load, 1) for load in os.getloadavg()],
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
     }

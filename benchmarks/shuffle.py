@@ -1,11 +1,15 @@
 """How fast a shuffle is with one and more worker processes, stage by stage.
 
+With several workers one process reads the text, hands it out and files the tokens. Its processor seconds tell how many
+tokens per second it could keep up with, whatever the number of workers; above that, start several jobs (part=i/n).
+
 python -m benchmarks.shuffle out=FILE.json text=data/quickstart/raw/text/*.jsonl workers=[1,2,4]
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -55,7 +59,8 @@ def write_text(args: ShuffleRateArgs, folder: Path) -> None:
 
 
 def shuffle_rate(args: ShuffleRateArgs) -> dict[str, Any]:
-    """Seconds of each stage and tokens per second of all, for each number of workers, in every round."""
+    """Seconds of each stage and tokens per second of all, for each number of workers, in every round; and the
+    processor seconds of the tokenize stage in this process and in its workers."""
     readings: dict[int, list[dict[str, float]]] = {workers: [] for workers in args.workers}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -65,18 +70,29 @@ def shuffle_rate(args: ShuffleRateArgs) -> dict[str, Any]:
                 out = folder / f"{number}_{workers}"
                 seconds = {}
                 for stage in STAGES:
-                    settings = ShuffleArgs(valid_fraction=0, workers=workers, memory_gb=args.memory_gb, stage=stage)
-                    begun = time.perf_counter()
+                    settings = ShuffleArgs(
+                        valid_fraction=0, workers=workers, memory_gb=args.memory_gb, stage=stage, languages=0
+                    )
+                    before, begun = processor_seconds(), time.perf_counter()
                     shuffle("text", ReaderArgs(path=f"{folder}/*.jsonl"), settings, out)
                     seconds[stage] = time.perf_counter() - begun
+                    if stage == "tokenize":
+                        own, of_workers = (now - then for now, then in zip(processor_seconds(), before, strict=True))
+                        cpu = {"tokenize_own_cpu": own, "tokenize_workers_cpu": of_workers}
                 tokens = load_manifest(out / "text" / "train").tokens
-                readings[workers].append({**seconds, "tokens_per_second": tokens / sum(seconds.values())})
+                readings[workers].append({**seconds, **cpu, "tokens_per_second": tokens / sum(seconds.values())})
     return {
-        "unit": "seconds of each stage; tokens per second of all three",
+        "unit": "seconds of each stage; tokens per second of all three; processor seconds of tokenize",
         "tokens": tokens,
         "memory_gb": args.memory_gb,
         "workers": [{"workers": workers, "rounds": rounds} for workers, rounds in readings.items()],
     }
+
+
+def processor_seconds() -> tuple[float, float]:
+    """Of this process, and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system, times.children_user + times.children_system
 
 
 def main(args: ShuffleRateArgs) -> None:
@@ -88,10 +104,14 @@ def main(args: ShuffleRateArgs) -> None:
             str(entry["workers"]),
             *(f"{median(reading[stage] for reading in entry['rounds']):.1f}" for stage in STAGES),
             f"{median(reading['tokens_per_second'] for reading in entry['rounds']) / 1e6:.2f}",
+            f"{result['tokens'] / median(reading['tokenize_own_cpu'] for reading in entry['rounds']) / 1e6:.1f}"
+            if entry["workers"] > 1
+            else "",
         ]
         for entry in result["workers"]
     ]
-    print("\n" + markdown_table(["workers", *(f"{stage}, s" for stage in STAGES), "million tokens/s"], rows))
+    columns = ["workers", *(f"{stage}, s" for stage in STAGES), "million tokens/s", "one reader at most"]
+    print("\n" + markdown_table(columns, rows))
 
 
 if __name__ == "__main__":

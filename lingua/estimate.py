@@ -60,18 +60,23 @@ def bucket_count(expected: Estimate | None, item_bytes: int, args: ShuffleArgs) 
     return min(max(math.ceil(2 * cost * args.workers / (args.memory_gb * 1e9)), 1), MAX_BUCKETS)
 
 
+def disk_needed(expected: Estimate, args: ShuffleArgs, item_bytes: int) -> tuple[float, float]:
+    """Bytes that a shuffle needs at most, over all jobs, and those of them that stay as shards."""
+    tokens = expected.tokens * item_bytes
+    stays = tokens + 8 * expected.documents
+    # buckets and their records, and what is there twice for a moment: a bucket and a shard of each worker
+    jobs = args.workers * args.share[1]
+    twice = min(tokens, jobs * (args.shard_tokens * item_bytes + args.memory_gb * 1e9 / 2 / args.workers))
+    return tokens + (RECORD.itemsize + 8) * expected.documents + twice, stays
+
+
 def check_disk_space(name: str, folder: Path, expected: Estimate | None, args: ShuffleArgs, item_bytes: int) -> None:
     """Say how much disk a shuffle needs. Raises UserError if there is less, unless ``args.check_disk`` is off."""
     free = shutil.disk_usage(folder).free
     if expected is None:
         print(f"{name}: {free / 1e9:,.1f} GB of disk are free; the dataset does not tell how much it needs", flush=True)
         return
-    tokens = expected.tokens * item_bytes
-    stays = tokens + 8 * expected.documents
-    # buckets and their records, and what is there twice for a moment: a bucket and a shard of each worker
-    jobs = args.workers * args.share[1]
-    needed = tokens + (RECORD.itemsize + 8) * expected.documents
-    needed += min(tokens, jobs * (args.shard_tokens * item_bytes + args.memory_gb * 1e9 / 2 / args.workers))
+    needed, stays = disk_needed(expected, args, item_bytes)
     print(
         f"{name}: needs about {needed / 1e9:,.2f} GB of disk at most, of which {stays / 1e9:,.2f} GB stay; "
         f"{free / 1e9:,.2f} GB are free",

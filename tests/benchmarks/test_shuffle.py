@@ -21,7 +21,11 @@ def test_the_whole_benchmark_at_toy_size(tmp_path, capsys):
         for reading in entry["rounds"]:
             seconds = reading["tokenize"] + reading["sort"] + reading["pack"]
             assert reading["tokens_per_second"] == pytest.approx(result["tokens"] / seconds)
-    assert "| workers | tokenize, s | sort, s | pack, s | million tokens/s |" in capsys.readouterr().out
+            of_workers = reading["tokenize_workers_cpu"]
+            assert 0 < reading["tokenize_own_cpu"] < 1.5 * reading["tokenize"] + 0.1
+            assert of_workers > 0.1 if entry["workers"] > 1 else of_workers == 0
+    said = capsys.readouterr().out
+    assert "| workers | tokenize, s | sort, s | pack, s | million tokens/s | one reader at most |" in said
 
 
 def test_bad_settings(tmp_path):
