@@ -29,6 +29,7 @@ class TransformerArgs:
     n_layers: int = 28  # encoder blocks
     n_heads: int = 12  # attention heads; dim / n_heads is the head size, an even number
     vocab_size: int = -1  # -1: that of the tokenizer
+    ffn_dim: int = -1  # width of the feed-forward layers; -1: 8/3 of dim, rounded up to a multiple of 256 (the paper's)
     rope_theta: float = 10000.0  # base of the rotary position frequencies (not in the paper)
     norm_eps: float = 1e-5  # epsilon of RMSNorm (not in the paper)
     init_std: float = 0.02  # standard deviation of every weight at the start (Appendix I)
@@ -40,6 +41,7 @@ class TransformerArgs:
             "dim": (self.dim >= 1, "at least 1"),
             "n_layers": (self.n_layers >= 1, "at least one block"),
             "n_heads": (self.n_heads >= 1, "at least 1"),
+            "ffn_dim": (self.ffn_dim == -1 or self.ffn_dim >= 1, "at least 1, or -1 for the paper's"),
             "vocab_size": (self.vocab_size == -1 or self.vocab_size >= 1, "at least 1, or -1 for the tokenizer's"),
             "rope_theta": (0.0 < self.rope_theta < math.inf, "a finite number above 0"),
             "norm_eps": (0.0 < self.norm_eps < math.inf, "a finite number above 0"),
@@ -143,10 +145,11 @@ class CrossAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: ``w2(silu(gate) * up)`` with gate and up from one product."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, width: int = -1) -> None:
         super().__init__()
-        self.w13 = nn.Linear(dim, 2 * ffn_width(dim), bias=False)
-        self.w2 = nn.Linear(ffn_width(dim), dim, bias=False)
+        width = ffn_width(dim) if width == -1 else width
+        self.w13 = nn.Linear(dim, 2 * width, bias=False)
+        self.w2 = nn.Linear(width, dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         gate, up = self.w13(x_BSD).chunk(2, dim=-1)
@@ -161,7 +164,7 @@ class EncoderBlock(nn.Module):
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = SelfAttention(args.dim, args.n_heads)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.ffn = FeedForward(args.dim)
+        self.ffn = FeedForward(args.dim, args.ffn_dim)
 
     def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, mask)

@@ -188,6 +188,7 @@ def test_truncated_and_residual_scaled_initial_weights() -> None:
         ({"dim": 0}, r"model\.dim=0: expected at least 1"),
         ({"dim": -64, "n_heads": 2}, r"model\.dim=-64"),
         ({"n_heads": 0}, r"model\.n_heads=0: expected at least 1"),
+        ({"ffn_dim": 0}, r"model\.ffn_dim=0: expected at least 1, or -1"),
         ({"n_layers": 0}, r"model\.n_layers=0"),
         ({"vocab_size": 0}, r"model\.vocab_size=0: expected at least 1, or -1"),
         ({"vocab_size": -2}, r"model\.vocab_size=-2"),
