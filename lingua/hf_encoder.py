@@ -166,6 +166,7 @@ def load_hf_encoder(
         ) from None
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model, info = transformers.AutoModel.from_pretrained(
@@ -178,6 +179,7 @@ def load_hf_encoder(
         raise UserError(f"hf:{name}: cannot be loaded: {' '.join(str(error).split())[:500]}; {hint}") from None
     finally:
         transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()
     random = sorted(key for key in info["missing_keys"] if "pooler" not in key)
     if random:
         raise UserError(
@@ -199,7 +201,8 @@ def longest_sequence(config: Any, tokenizer: Any) -> int:
     return min(positions, tokenizer.model_max_length)
 
 
-def parameter_counts(model: nn.Module) -> dict[str, int]:
+def parameter_counts(model: Any) -> dict[str, int]:
     """Weights of all kinds: ``total``, and ``without_embedding`` of the tokens."""
     total = sum(parameter.numel() for parameter in model.parameters())
-    return {"total": total, "without_embedding": total - model.get_input_embeddings().weight.numel()}
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == model.config.vocab_size]
+    return {"total": total, "without_embedding": total - tables[0].weight.numel()}
