@@ -22,7 +22,6 @@ from lingua.args import cli
 from lingua.errors import UserError
 from lingua.manifest import load_manifest
 from lingua.readers import Document, ReaderArgs, documents
-from lingua.results import markdown_table
 from lingua.shuffle import STAGES, ShuffleArgs, shuffle
 
 
@@ -97,6 +96,8 @@ def processor_seconds() -> tuple[float, float]:
 
 def main(args: ShuffleRateArgs) -> None:
     """Measure and write the result."""
+    from lingua.results import markdown_table  # here, because workers import this module too, and it brings torch
+
     result = shuffle_rate(args)
     write_result(args.out, {**environment("tiktoken", "numpy"), **result})
     rows = [
