@@ -7,52 +7,11 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from lingua.errors import UserError
-from lingua.knn import nearest
 from lingua.probe import ProbeArgs, check_finite, knn_predictions, majority, probe, ridge_predictions
-from lingua.ridge import RidgePath
-from lingua.samples import held_out
-
-
-def clusters(n: int, d: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Overlapping Gaussian clusters away from the origin, features of very different scales."""
-    rng = np.random.default_rng(seed)
-    centers = np.random.default_rng(99).normal(size=(classes, d))
-    y = rng.integers(classes, size=n)
-    x = (centers[y] + 1.5 * rng.normal(size=(n, d)) + 3.0) * np.geomspace(0.1, 10, d)
-    return x.astype(np.float32), y
-
-
-@pytest.mark.parametrize("n", [12, 40, 300], ids=["n<d", "n=d", "n>d"])
-@pytest.mark.parametrize("intercept", [False, True])
-@pytest.mark.parametrize("standardize", [False, True])
-def test_ridge_equals_scikit_learn_at_each_penalty(n: int, intercept: bool, standardize: bool) -> None:
-    x, y = clusters(n, 40, 3, seed=0)
-    x_test, _ = clusters(50, 40, 3, seed=1)
-    targets = np.eye(3)[y]
-    args = ProbeArgs(intercept=intercept, standardize=standardize)
-    path = RidgePath(
-        *(torch.from_numpy(v).double() for v in (x, targets)), intercept=intercept, standardize=standardize
-    )
-    assert len(args.penalties()) == 9
-    predicted = path.predict(torch.from_numpy(x_test).double(), args.penalties())
-    for penalty, ours in zip(args.penalties(), predicted, strict=True):
-        ridge = Ridge(alpha=penalty, fit_intercept=intercept, solver="svd")
-        reference = make_pipeline(StandardScaler(), ridge) if standardize else ridge
-        theirs = reference.fit(x.astype(np.float64), targets).predict(x_test.astype(np.float64))
-        np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-7, atol=1e-9)
-
-
-def test_ridge_is_equation_3() -> None:
-    x, y = clusters(100, 7, 4, seed=2)
-    x, targets, penalty = x.astype(np.float64), np.eye(4)[y], 31.0
-    weights = np.linalg.inv(x.T @ x + penalty * np.eye(7)) @ x.T @ targets
-    path = RidgePath(torch.from_numpy(x), torch.from_numpy(targets))
-    (ours,) = path.predict(torch.eye(7, dtype=torch.float64), [penalty])
-    np.testing.assert_allclose(ours.numpy(), weights, rtol=1e-8, atol=1e-12)
+from lingua.samples import held_out, sample_rows
+from tests.clusters import clusters
 
 
 def test_ridge_labels_equal_scikit_learns_argmax() -> None:
@@ -90,25 +49,6 @@ def test_a_tie_in_votes_goes_to_the_lowest_label() -> None:
     assert ours.tolist() == [0]
     reference = KNeighborsClassifier(3).fit(x.numpy(), y)
     assert reference.predict([[0.1]]).tolist() == [0]
-
-
-def test_nearest_breaks_ties_by_index_and_does_not_depend_on_the_chunks() -> None:
-    rng = np.random.default_rng(0)
-    half = torch.from_numpy(rng.integers(-1, 2, size=(200, 2)).astype(np.float64))  # nine points, many times
-    x = torch.cat([half, -half])  # a mean of exactly 0: any other rounds equal distances apart
-    queries = torch.from_numpy(rng.integers(-1, 2, size=(40, 2)).astype(np.float64))
-    squared = (queries[:, None] - x[None]).square().sum(-1)
-    expected = squared.sort(dim=1, stable=True).indices[:, :30]
-    for chunk_numbers in (1, 1000, 1 << 20):
-        assert torch.equal(nearest(x, queries, 30, "l2", chunk_numbers), expected)
-
-
-def test_zero_vectors_under_cosine_are_at_distance_one() -> None:
-    x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
-    queries = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    assert nearest(x, queries, 3, "cosine").tolist() == [[1, 0, 2], [0, 1, 2]]
-    reference = KNeighborsClassifier(1, metric="cosine", algorithm="brute").fit(x.numpy(), [0, 1, 2])
-    assert reference.predict(queries.numpy()).tolist() == [1, 0]
 
 
 def test_k_above_the_number_of_rows_is_left_out() -> None:
@@ -198,20 +138,90 @@ def test_regression_targets_are_taken_as_they_are() -> None:
     assert majority(y[:70], y[70:]) == {"spearman": 0.0, "pearson": 0.0}
 
 
-def test_held_out_takes_whole_groups_and_leaves_some() -> None:
-    groups = np.repeat(np.arange(10), 7)
-    held = held_out(groups, 0.2, seed=0)
-    assert held.sum() == 14
-    assert len(set(groups[held]) & set(groups[~held])) == 0
-    assert held_out(np.array([4, 9]), 0.99, seed=0).sum() == 1
-    assert (held_out(groups, 0.2, seed=0) == held).all()
-    assert (held_out(groups, 0.2, seed=1) != held).any()
+def test_paper_and_honest_take_a_sample_and_full_takes_all() -> None:
+    """Every number against scikit-learn on the rows that each score says it uses."""
+    x, y = clusters(300, 20, 3, seed=13)
+    x_test, y_test = clusters(150, 20, 3, seed=14)
+    args = ProbeArgs(kinds=["ridge"], max_samples=100, samples=3, sample_seeds=[5, 6], seed=3)
+    result = probe(x, y, x_test, y_test, args, "accuracy")["ridge"]
+
+    def grid(rows: np.ndarray, on: np.ndarray, on_y: np.ndarray) -> list[float]:
+        classes = np.unique(y[rows])
+        targets = np.eye(3)[y[rows]][:, classes]
+        ridges = [Ridge(alpha=a, fit_intercept=False).fit(x[rows], targets) for a in args.penalties()]
+        return [float((classes[ridge.predict(on).reshape(len(on), -1).argmax(1)] == on_y).mean()) for ridge in ridges]
+
+    def honest(rows: np.ndarray) -> float:
+        held = held_out(rows, 0.2, seed=3)
+        choice = int(np.argmax(grid(rows[~held], x[rows[held]], y[rows[held]])))
+        return grid(rows, x_test, y_test)[choice]
+
+    groups, everything = np.arange(300), np.arange(300)
+    rows = sample_rows(groups, 100, 5)
+    assert len(rows) == 100
+    assert result["paper"]["accuracy"] == max(grid(rows, x_test, y_test))
+    assert result["honest"]["accuracy"] == honest(rows)
+    assert result["full"]["accuracy"] == honest(everything)
+    assert result["full"]["accuracy"] != result["honest"]["accuracy"]
+    told = [(sample["size"], sample["seed"], sample["rows"]) for sample in result["samples"]]
+    assert told == [(1, 5, 1), (1, 6, 1), (10, 5, 10), (10, 6, 10), (100, 5, 100)]
+    for sample in result["samples"]:
+        few = sample_rows(groups, sample["size"], sample["seed"])
+        assert sample["paper"]["accuracy"] == max(grid(few, x_test, y_test))
+        if sample["size"] == 1:
+            assert sample["honest"] is None
+        else:
+            assert sample["honest"]["accuracy"] == honest(few)
+    off = ProbeArgs(kinds=["ridge"], max_samples=100, samples=1, sample_seeds=[5], seed=3, full=False)
+    alone = probe(x, y, x_test, y_test, off, "accuracy")["ridge"]
+    assert alone["full"] is None
+    assert (alone["paper"], alone["honest"], len(alone["samples"])) == (result["paper"], result["honest"], 1)
+
+
+def test_few_rows_give_one_sample_and_the_same_full_score() -> None:
+    x, y = clusters(30, 5, 2, seed=15)
+    result = probe(x, y, x, y, ProbeArgs(sample_seeds=[0, 1]), "accuracy")
+    for found in result.values():
+        assert found["full"] == found["honest"]
+        assert [sample["rows"] for sample in found["samples"]] == [1, 1, 10, 10, 30]
+    assert {entry["k"] for entry in result["knn"]["grid"]} == {1, 3, 10, 30}
+    assert result["knn"]["samples"][0]["paper"]["k"] == 1
+    # k of 10 fits ten rows, but not the eight that are left when two are held out
+    only = probe(x, y, x, y, ProbeArgs(kinds=["knn"], neighbours=[10]), "accuracy")["knn"]
+    assert only["samples"][1]["paper"]["k"] == 10
+    assert only["samples"][1]["honest"] is None
+    assert only["samples"][0]["paper"] is None
+
+
+def test_a_sample_of_one_class_predicts_that_class() -> None:
+    x, y = clusters(200, 5, 4, seed=16)
+    result = probe(x, y, x, y, ProbeArgs(samples=5), "accuracy")
+    first = result["ridge"]["samples"][0]
+    only = y[sample_rows(np.arange(200), 1, 0)][0]
+    assert first["paper"]["accuracy"] == (y == only).mean()
+    assert result["knn"]["samples"][0]["paper"]["accuracy"] == (y == only).mean()
+
+
+def test_binary_tasks_also_have_f1() -> None:
+    x, y = clusters(100, 5, 2, seed=17)
+    entry = probe(x, y, x, y, ProbeArgs(kinds=["ridge"]), "f1")["ridge"]["paper"]
+    assert set(entry) == {"lambda", "accuracy", "macro_f1", "matthews", "f1"}
+    best = max(probe(x, y, x, y, ProbeArgs(kinds=["ridge"]), "accuracy")["ridge"]["grid"], key=lambda e: e["f1"])
+    assert entry["f1"] == best["f1"]
+
+
+def test_half_precision_features_are_taken() -> None:
+    x, y = clusters(60, 8, 2, seed=18)
+    half = x.astype(np.float16)
+    args = ProbeArgs(samples=1)
+    found = [probe(v, y, v, y, args, "accuracy") for v in (half, half.astype(np.float64))]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"kinds": ["rigde"]}, r"probe.kinds=\['rigde'\]: expected some of ridge, knn"),
+        ({"kinds": ["rigde"]}, r"probe.kinds=\['rigde'\]: expected some of ridge, knn, attentive"),
         ({"kinds": []}, "probe.kinds"),
         ({"lambda_min": 0.0}, "probe.lambda_min=0.0: expected a penalty above 0"),
         ({"lambda_max": 0.5}, "probe.lambda_max=0.5"),
@@ -219,6 +229,9 @@ def test_held_out_takes_whole_groups_and_leaves_some() -> None:
         ({"neighbours": [0, 1]}, "probe.neighbours"),
         ({"distances": ["l1"]}, "probe.distances"),
         ({"held_out": 1.0}, "probe.held_out=1.0"),
+        ({"max_samples": 1}, "probe.max_samples=1: expected at least 2"),
+        ({"samples": 0}, "probe.samples=0"),
+        ({"sample_seeds": []}, "probe.sample_seeds"),
     ],
 )
 def test_impossible_settings_are_refused(bad: dict, message: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 from sklearn import metrics
 
-from lingua.scores import accuracy, all_metrics, macro_f1, matthews, pearson, spearman
+from lingua.scores import accuracy, all_metrics, f1, kind_of, macro_f1, matthews, pearson, spearman
 
 
 @pytest.mark.parametrize("classes", [2, 5])
@@ -19,6 +19,19 @@ def test_classification_scores_equal_scikit_learns(classes: int) -> None:
     assert accuracy(target, predicted) == metrics.accuracy_score(target, predicted)
     assert macro_f1(target, predicted) == pytest.approx(metrics.f1_score(target, predicted, average="macro"))
     assert matthews(target, predicted) == pytest.approx(metrics.matthews_corrcoef(target, predicted))
+
+
+def test_f1_is_that_of_class_1() -> None:
+    rng = np.random.default_rng(3)
+    target, predicted = rng.integers(2, size=100), rng.integers(2, size=100)
+    assert f1(target, predicted) == pytest.approx(metrics.f1_score(target, predicted))
+    assert f1(np.zeros(3, dtype=int), np.zeros(3, dtype=int)) == 0.0
+
+
+def test_kinds() -> None:
+    assert kind_of(np.array([0, 1]), np.array([0])) == "binary"
+    assert kind_of(np.array([0, 1]), np.array([2])) == "classification"
+    assert kind_of(np.array([0.0, 1.0])) == "regression"
 
 
 def test_correlations_equal_scipys_with_ties() -> None:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from lingua.errors import UserError
-from lingua.tables import read_rows
-from lingua.tasks import TaskArgs, load_task
+from lingua.tasks import TaskArgs, describe, load_task
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
@@ -60,15 +59,6 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path: Path, files: dict[str, 
                 task = load_task("x", TaskArgs(str(path), files["test"], kind=kind, label=label))
                 assert task.train.texts == [row["text"] for row in REVIEWS]
                 assert task.train.y.tolist() == expected
-
-
-def test_quotes_and_line_breaks(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('\ufefftext,label\n"two\nlines, ""quoted""",a\n' + "x" * 200_000 + ",b\n")
-    rows = list(read_rows(str(tmp_path / "a.csv")))
-    assert rows[0] == (3, {"text": 'two\nlines, "quoted"', "label": "a"})  # the line at which the row ends
-    assert len(rows[1][1]["text"]) == 200_000
-    (tmp_path / "a.tsv").write_text('text\tlabel\nhe said "yes\ta\nno" ok\tb\n')
-    assert [row["text"] for _, row in read_rows(str(tmp_path / "a.tsv"))] == ['he said "yes', 'no" ok']
 
 
 def test_pairs_and_other_columns(tmp_path: Path) -> None:
@@ -207,3 +197,29 @@ def test_the_primary_metric_has_a_default() -> None:
     assert TaskArgs("x", "y", kind="regression").metric == "spearman"
     assert TaskArgs("x", "y", kind="tokens").metric == "accuracy"
     assert TaskArgs("x", "y", kind="tokens", metric="macro_f1").metric == "macro_f1"
+
+
+def test_f1_needs_two_classes(files: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"tasks.x.metric=f1: expected two classes, found 3; macro_f1 takes any number"):
+        load_task("x", TaskArgs(**files, metric="f1"))
+
+
+def test_parquet_files_are_read(tmp_path: Path, files: dict[str, str]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(REVIEWS), path)
+    task = load_task("x", TaskArgs(str(path), files["test"]))
+    assert task.train.texts == [row["text"] for row in REVIEWS]
+    assert task.train.y.tolist() == [row["label"] for row in REVIEWS]
+
+
+def test_the_command_describes_a_task(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    describe(TaskArgs(**files, max_train_rows=12))
+    printed = capsys.readouterr().out
+    assert "classification, primary metric accuracy" in printed
+    assert f"train: 12 rows used, 30 in {files['train']}" in printed
+    assert "  0: 3, 1: 3, 2: 3\n  first: 'review 0' -> '0'" in printed
+    describe(TaskArgs(**files, kind="regression", label="score"))
+    assert "  0 to 14.5, mean 7.25" in capsys.readouterr().out
