@@ -7,6 +7,7 @@ goes on is decided here.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,12 @@ from lingua.stool import evaluation, records, scheduler, sweep
 from lingua.stool.ranks import Ranks, script_command
 
 USER_ERROR = 2  # exit status of lingua.args.cli
-SAVED = {128 + signum: signum.name for signum in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
+# What training exits with once it has saved, and dies of before it has begun to catch signals.
+STOPPED = {128 + signum: signum.name for signum in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
+
+# What SLURM writes into this process's log when it ends it: "*** JOB 3 ON n0 CANCELLED AT 2026-01-31T12:00:00 DUE TO
+# TIME LIMIT ***"; after scancel no cause is given.
+ENDING = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:DUE TO ([A-Z ]+) )?\*\*\*")
 
 
 def decide(code: int, restart: int, args: dict[str, Any], cancelled: bool) -> tuple[str, str]:
@@ -34,8 +40,8 @@ def decide(code: int, restart: int, args: dict[str, Any], cancelled: bool) -> tu
     """
     if code == 0:
         return records.FINISHED, "finished"
-    if code in SAVED:
-        reason = f"{SAVED[code]}, checkpoint saved"
+    if code in STOPPED:
+        reason = f"stopped by {STOPPED[code]}"
         if cancelled or code == 128 + signal.SIGINT:
             return records.CANCELLED, reason
     else:
@@ -66,7 +72,8 @@ class Job:
         self.on_slurm = self.args["launcher"] == "slurm"
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT", 0)) if self.on_slurm else 0
         self.ranks: Ranks | None = None
-        self._told: int | None = None  # signal that this process got
+        # Where in this process's log this start begins.
+        self._log_start = JobEnvironment().paths.stdout.stat().st_size if self.on_slurm else 0
 
     def __call__(self) -> int:
         """Run to the end of this job, or of this start of it; returns the exit status."""
@@ -97,28 +104,38 @@ class Job:
         code = self.ranks.wait(self._serve)
         self._serve()
         state, reason = decide(code, self.restart, self.args, records.was_cancelled(self.run, self.job))
-        failure = self.ranks.failure(code) if state == records.FAILED or code not in SAVED else None
-        if state == records.REQUEUED and self.on_slurm:
-            state, reason = self._requeue(reason)
-        return self._end(state, code, reason, failure)
+        failure = self.ranks.failure(code) if code not in STOPPED else None
+        ending = self._ending() if state == records.REQUEUED and self.on_slurm else None
+        if ending == "CANCELLED":
+            state = records.CANCELLED  # by scancel: to requeue it would bring it back
+        self._end(state, code, f"{reason}; {ending}" if ending else reason, failure)  # requeueing ends this process
+        if state == records.REQUEUED and self.on_slurm and ending != "JOB REQUEUE":
+            try:
+                scheduler.requeue(self.job, tries=1 if ending else 5)
+            except scheduler.SchedulerError as error:
+                if ending != "PREEMPTION":  # after which the scheduler may requeue by itself
+                    return self._end(records.FAILED, code, f"{reason}; could not be requeued: {error}", failure)
+        return state, code
+
+    def _ending(self) -> str | None:
+        """Why the scheduler is ending this start of the job, such as TIME LIMIT or CANCELLED; None if it is not.
+
+        Its state is COMPLETING then, whatever the cause, which only the message of SLURM's own process tells.
+        """
+        state = scheduler.job_state(self.job)
+        if state == "RUNNING":
+            return None
+        with JobEnvironment().paths.stdout.open("rb") as file:
+            file.seek(self._log_start)
+            found = ENDING.search(file.read().decode("utf-8", "replace"))
+        if found:
+            return found[1] or "CANCELLED"
+        return None if state is None else "CANCELLED"
 
     def _serve(self) -> None:
         """Launch the evaluations that training has asked for."""
         if self.args["eval"]["script"]:
             evaluation.serve(self.run, self.launch)
-
-    def _requeue(self, reason: str) -> tuple[str, str]:
-        """Ask for another start, unless the scheduler is already ending or requeueing this job by itself."""
-        found = scheduler.job_state(self.job)
-        if found == "CANCELLED":
-            return records.CANCELLED, reason
-        try:
-            scheduler.requeue(self.job)
-        except scheduler.SchedulerError as error:
-            if self._told is None and found in ("RUNNING", None):
-                return records.FAILED, f"{reason}; could not be requeued: {error}"
-            reason += " (requeued by the scheduler)"
-        return records.REQUEUED, reason
 
     def _end(self, state: str, code: int, reason: str, failure: dict[str, Any] | None) -> tuple[str, int]:
         records.append(
@@ -131,7 +148,6 @@ class Job:
         return state, code
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        self._told = signum
         if self.ranks is not None:
             self.ranks.signal(signum)
 

@@ -50,6 +50,9 @@ def launch(request: Request) -> None:
         print("".join(f"# {line}\n" for line in describe(plans[0], args, len(names))), end="")
         return
     runs = _new_runs(folder, configs, request.is_sweep)
+    if not runs:
+        print("nothing to submit")
+        return
     if args.launcher == "debug":
         if request.is_sweep:
             raise UserError("launcher=debug runs one run, not a sweep")
@@ -66,7 +69,8 @@ def launch(request: Request) -> None:
         records.write_launch(run, _launch_record(args, code, info, folder if names[0] else None, plans[number]))
         (records.home(run) / CONFIG).write_text(text)
     if request.is_sweep:
-        sweep.write_index(folder, lines)
+        before = sweep.runs(folder) if (folder / sweep.INDEX).is_file() else []
+        sweep.write_index(folder, [line for line in before if line["name"] not in names] + lines)
     _submit(folder, runs, code, args)
 
 
@@ -95,18 +99,19 @@ def _check_evaluation(args: StoolArgs) -> None:
 def _new_runs(folder: Path, configs: dict[Path, str], is_sweep: bool) -> list[Path]:
     """The runs to submit: of a sweep that is there, those that have not finished and are not under way."""
     if not is_sweep:
-        if folder.exists() and any(folder.iterdir()):
+        refused = records.summary(folder)["state"] is None and _names(folder) <= {"stool"}  # at the last try
+        if _names(folder) and not refused:
             raise UserError(
                 f"{folder} is there already and is left as it is. To go on with it: python -m lingua.stool resume "
                 f"{folder}; for another run give a new dump_dir"
             )
         return [folder]
-    if folder.exists() and any(folder.iterdir()) and not (folder / sweep.INDEX).is_file():
+    if _names(folder) - {"stool"} and not (folder / sweep.INDEX).is_file():
         raise UserError(f"{folder} is there already and is no sweep; give a new dump_dir")
     runs = []
     for run, text in configs.items():
         before = records.home(run) / CONFIG
-        if not before.is_file():
+        if records.summary(run)["state"] is None:
             runs.append(run)
             continue
         if before.read_text() != text:
@@ -119,14 +124,15 @@ def _new_runs(folder: Path, configs: dict[Path, str], is_sweep: bool) -> list[Pa
     return runs
 
 
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
 def _executor(folder: Path, code: Path, args: StoolArgs) -> submit._Executor:
     return submit.executor(records.home(folder) / "submitit", args.name, code, args, args, args.dependency)
 
 
 def _submit(folder: Path, runs: list[Path], code: Path, args: StoolArgs) -> None:
-    if not runs:
-        print("nothing to submit")
-        return
     if args.launcher == "slurm":
         jobs = submit.submit_slurm(_executor(folder, code, args), run_job, [(str(run),) for run in runs])
     else:

@@ -19,7 +19,8 @@ from submitit import JobEnvironment
 from lingua.stool import records
 
 # "srun: error: n1: task 3: Killed", "srun: error: n0: tasks 0-1: Exited with exit code 2"
-SRUN_FAILURE = re.compile(r"srun: error: (\S+): tasks? (\d+)\S*: (.+)")
+SRUN_FAILURE = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+FOLLOWER = "stopping, because of"  # lingua.watchdog, on a rank that ends because of another
 POLL_S = 0.5
 
 
@@ -105,18 +106,32 @@ class Ranks:
         """Which rank ended badly first, where, how, and the last line it printed."""
         if code == 0:
             return None
-        if self.on_slurm:
-            log = self.logs / "srun.log"
-            found = next(filter(None, map(SRUN_FAILURE.search, records.tail(log))), None)
-            if found is None:
-                return {"rank": None, "node": None, "cause": f"exit status {code}", "line": records.last_line(log)}
-            node, rank, cause = found[1], int(found[2]), found[3]
-        else:
-            codes = [process.returncode for process in self.processes]
-            rank = next(i for i, status in enumerate(codes) if status and (status == code or status == 128 - code))
-            node, status = socket.gethostname(), codes[rank]
-            cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        return {"rank": rank, "node": node, "cause": cause, "line": records.last_line(rank_log(self.logs, rank))}
+        ended = self._ended_badly()
+        if not ended:
+            line = records.last_line(self.logs / "srun.log")
+            return {"rank": None, "node": None, "cause": f"exit status {code}", "line": line}
+        for found in ended:
+            found["line"] = records.last_line(rank_log(self.logs, found["rank"]))
+        # The others end because of the first, and not always after it: a signal says more than an exit status, and
+        # a follower names whom it follows.
+        return min(ended, key=lambda found: (found["cause"].lower().startswith("exit"), FOLLOWER in found["line"]))
+
+    def _ended_badly(self) -> list[dict[str, Any]]:
+        if not self.on_slurm:
+            codes = {rank: process.returncode for rank, process in enumerate(self.processes)}
+            causes = {r: signal.Signals(-c).name if c < 0 else f"exit status {c}" for r, c in codes.items() if c}
+            return [{"rank": r, "node": socket.gethostname(), "cause": cause} for r, cause in causes.items()]
+        return [
+            {"rank": rank, "node": found[1], "cause": found[3]}
+            for found in filter(None, map(SRUN_FAILURE.search, records.tail(self.logs / "srun.log")))
+            for rank in _numbers(found[2])
+        ]
+
+
+def _numbers(text: str) -> list[int]:
+    """``0-2,5`` as numbers."""
+    ends = [part.split("-") for part in text.split(",")]
+    return [number for part in ends for number in range(int(part[0]), int(part[-1]) + 1)]
 
 
 def rank_log(logs: Path, rank: int) -> Path:

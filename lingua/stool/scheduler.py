@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from submitit.slurm.slurm import read_job_id
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 10.0
 
 
 class SchedulerError(Exception):

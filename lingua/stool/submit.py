@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -75,7 +76,8 @@ def submit_slurm(made: _Executor, function: Callable[..., None], calls: list[tup
         UserError: there is no sbatch, or it refuses; with its message in full and the command.
     """
     try:
-        with _outside_of_a_job():
+        # submitit prints what sbatch says; it is in the error that follows.
+        with _outside_of_a_job(), redirect_stderr(io.StringIO()):
             jobs = made.map_array(function, *zip(*calls, strict=True))
     except FileNotFoundError as error:
         raise UserError(f"sbatch cannot be run ({error}): is this a login node? launcher=local runs here") from None
