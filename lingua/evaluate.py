@@ -46,7 +46,7 @@ class EvalArgs:
     ckpt: str | None = None  # run folder (its newest complete checkpoint) or checkpoint folder
     model: str | None = None  # instead of ckpt, any Hugging Face encoder: hf:ID on the hub, or its folder
     trust_remote_code: bool = False  # run Python files that come with such a model
-    tasks: Any = field(default_factory=dict)  # glue, one or a list of its tasks, or your own under names of your own
+    tasks: Any = None  # glue, one or a list of its tasks, or your own under names of your own
     glue: GlueArgs = field(default_factory=GlueArgs)
     layers: Any = "all"  # all, a number or a list; 0 is the embedding, negative numbers count from the last
     random_init: bool = False  # the run's weights before its first step instead: the untrained baseline

@@ -54,8 +54,11 @@ def kinds_of(results: dict[str, Any]) -> list[str]:
 
 def results_table(results: dict[str, Any]) -> str:
     """The scores of an evaluation as Markdown: a table for each probe and score, a line a layer."""
-    state = "untrained weights" if results["random_init"] else f"step {results['step']:,}"
-    origin = "from Hugging Face" if results["step"] is None else f"{state}, {results['checkpoint']}"
+    if results["step"] is None:
+        origin = "from Hugging Face"
+    else:
+        state = "untrained weights" if results["random_init"] else f"step {results['step']:,}"
+        origin = f"{state}, {results['checkpoint']}"
     text = [f"{results['model']}, {origin}. Scores x 100.\n"]
     columns = [(name, metric) for name, task in results["tasks"].items() for metric in task["metrics"]]
     header = ["layer", *(f"{name} {metric}" for name, metric in columns)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,16 @@ from lingua.args import build, cli
 from lingua.errors import UserError
 from lingua.evaluate import EvalArgs, evaluate
 from lingua.features import load_encoder
+from lingua.glue import GLUE
+from lingua.hf_encoder import load_hf_encoder
 from lingua.probe import probe
 from lingua.results import markdown_table, write_whole
 from lingua.tasks import TaskArgs
 from lingua.tokenizer import SentencePieceTokenizer
+from lingua.transformer import Encoder
+from tests.glue_files import a, b, write_official
+from tests.support import run_command
+from tests.tiny_models import make_model
 from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
 
 
@@ -52,14 +59,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def eval_args(files: dict[str, Path], ckpt: Path, **changes: Any) -> EvalArgs:
+def eval_args(files: dict[str, Path], ckpt: Path | None, **changes: Any) -> EvalArgs:
     words, texts = str(files["words"]), str(files["texts"])
     tasks = {
         "words": {"train": words, "test": words, "kind": "tokens", "max_train_rows": 100},
         "texts": {"train": texts, "test": texts},
         "lengths": {"train": texts, "test": texts, "kind": "regression", "label": "score"},
     }
-    values = {"ckpt": str(ckpt), "tasks": tasks, "device": "cpu", **changes}
+    values = {"ckpt": ckpt and str(ckpt), "tasks": tasks, "device": "cpu", **changes}
     return build(EvalArgs, ("a test", values))
 
 
@@ -190,6 +197,15 @@ def test_the_command_prints_the_table(files: dict[str, Path], capsys: pytest.Cap
         ({"layers": [0.5]}, "layers="),
         ({"layers": 3}, r"layers=3: the encoder has layers 0 \(embedding\) to 2"),
         ({"tasks": {}}, "no tasks"),
+        ({"tasks": "glu"}, "tasks=glu: expected glue, some of cola, sst2, .*, or tasks.glu.train=FILE"),
+        ({"tasks": ["cola", "boolq"]}, "tasks=boolq: expected glue"),
+        ({"tasks": "rte", "glue": {"path": "nowhere"}}, "rte: neither nowhere/RTE/train.tsv nor"),
+        ({"model": "hf:x"}, "give one of ckpt=RUN and model=hf:ID"),
+        ({"ckpt": None}, "give one of ckpt=RUN and model=hf:ID"),
+        ({"ckpt": None, "model": "hf:x", "watch": True}, "random_init and watch are for runs"),
+        ({"watch_minutes": -1.0}, "watch_minutes=-1.0"),
+        ({"dtype": "fp8"}, "dtype=fp8: expected auto, bf16, fp32"),
+        ({"probe": {"kinds": ["attentive"]}}, r"tasks.words: the attentive probe pools a text; this task labels words"),
         ({"tasks": {"a": {"trian": "x"}}}, "unknown key tasks.a.trian: did you mean tasks.a.train"),
         ({"tasks": {"a": {"train": "x"}}}, "no value for tasks.a.test"),
         ({"tasks": {"a": {"train": "x.csv", "test": "y.csv"}}}, "x.csv: no such file"),
@@ -230,3 +246,117 @@ def test_markdown_table() -> None:
     assert markdown_table(["a", "score"], [["long name", "1.0"], ["b", "10.0"]]) == (
         "| a         | score |\n| :-------- | ----: |\n| long name |   1.0 |\n| b         |  10.0 |\n"
     )
+
+
+def test_glue_end_to_end(files: dict[str, Path], tmp_path: Path) -> None:
+    """All of GLUE at every layer: each task's metrics, the plain mean of the eight, and a table of all."""
+    glue = {"path": str(write_official(tmp_path / "glue", 24))}
+    out = tmp_path / "out"
+    args = eval_args(files, files["bert"], tasks="glue", glue=glue, out=str(out), probe={"samples": 2})
+    results = evaluate(args, Bert, BertArgs)
+    assert list(results["tasks"]) == list(GLUE)
+    assert json.loads((out / "results.json").read_text())["glue_average"] == results["glue_average"]
+    eight = [name for name in GLUE if name != "mnli_mm"]
+    for layer in ("0", "2"):
+        for kind in ("ridge", "knn"):
+            for score in ("paper", "honest", "full"):
+                primary = {
+                    name: results["tasks"][name]["layers"][layer][kind][score][GLUE[name].metrics[0]] for name in eight
+                }
+                assert results["glue_average"][layer][kind][score] == pytest.approx(np.mean(list(primary.values())))
+    assert results["tasks"]["qqp"]["lines_left_out"] == {str(tmp_path / "glue/QQP/train.tsv"): [5, 6]}
+    assert results["tasks"]["mnli"]["classes"] == ["entailment", "neutral", "contradiction"]
+    table = (out / "results.md").read_text()
+    header = next(line for line in table.splitlines() if line.startswith("| layer"))
+    names = [cell.strip() for cell in header.strip("| ").split("|")]
+    assert names == [
+        "layer", "cola matthews", "cola accuracy", "sst2 accuracy", "mrpc accuracy", "mrpc f1", "qqp accuracy",
+        "qqp f1", "stsb spearman", "stsb pearson", "mnli accuracy", "mnli_mm accuracy", "qnli accuracy", "rte accuracy",
+        "mean of 8",
+    ]  # fmt: skip
+    assert f"{100 * results['glue_average']['2']['knn']['honest']:.1f} |" in table
+    some = evaluate(eval_args(files, files["bert"], tasks=["rte", "cola"], glue=glue, out=str(out)), Bert, BertArgs)
+    assert some["tasks"]["rte"] == {**results["tasks"]["rte"], "layers": some["tasks"]["rte"]["layers"]}
+    assert some["glue_average"] is None
+
+
+def test_the_pairs_of_glue_are_one_sequence(files: dict[str, Path], tmp_path: Path) -> None:
+    glue = {"path": str(write_official(tmp_path / "glue", 24))}
+    args = eval_args(files, files["bert"], tasks="rte", glue=glue, out=str(tmp_path / "out"), layers=1)
+    found = evaluate(args, Bert, BertArgs)["tasks"]["rte"]["layers"]["1"]
+    rows = [load_encoder(files["bert"]).encode([a(i) for i in range(n)], 1, [b(i) for i in range(n)]) for n in (24, 12)]
+    y = np.array([1 - i % 2 for i in range(24)])  # entailment, which odd rows are, comes first
+    assert found == probe(rows[0], y, rows[1], y[:12], args.probe, "accuracy")
+
+
+def test_a_hugging_face_model_through_the_same_command(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = make_model(tmp_path / "tiny-bert", "bert")
+    texts, words = files["texts"], files["words"]
+    tasks = [f"tasks.a.train={texts}", f"tasks.a.test={texts}", f"tasks.w.train={words}", f"tasks.w.test={words}"]
+    cli(EvalArgs, crossbert_eval.run, "eval", [f"model=hf:{folder}", *tasks, "tasks.w.kind=tokens", "layers=[0,-1]"])
+    results = json.loads((tmp_path / "eval/tiny-bert/results.json").read_text())
+    assert (results["checkpoint"], results["step"], results["layers"]) == (str(folder), None, [0, 3])
+    assert set(results["parameters"]) == {"total", "without_embedding"}
+    assert results["versions"]["transformers"]
+    encoder = load_hf_encoder(str(folder), device="cpu")
+    rows = [json.loads(line) for line in texts.read_text().splitlines()]
+    x = encoder.encode([row["text"] for row in rows])
+    y = np.array([row["label"] == "the" for row in rows]).astype(int)
+    assert results["tasks"]["a"]["layers"]["3"] == probe(x, y, x, y, build(EvalArgs, ("", {
+        "model": "x", "tasks": "rte"})).probe, "accuracy")  # fmt: skip
+    assert "from Hugging Face. Scores x 100." in capsys.readouterr().out
+
+
+def test_the_attentive_probe_beside_the_others(files: dict[str, Path], tmp_path: Path) -> None:
+    tasks = {"texts": {"train": str(files["texts"]), "test": str(files["texts"])}}
+    settings = {"kinds": ["ridge", "attentive"], "attentive": {"epochs": 3}, "max_samples": 30}
+    args = eval_args(files, files["bert"], tasks=tasks, probe=settings, out=str(tmp_path / "out"), layers=[2])
+    found = evaluate(args, Bert, BertArgs)["tasks"]["texts"]["layers"]["2"]
+    assert found["attentive"]["full"] is None
+    assert found["ridge"]["full"] is not None
+    assert found["attentive"]["samples"][0]["rows"] == 30
+    assert set(found["attentive"]["paper"]) >= {"learning_rate", "accuracy", "f1"}
+    table = (tmp_path / "out/results.md").read_text()
+    assert table.count("attentive, `") == 2
+    assert table.count("ridge, `") == 3
+
+
+def test_a_second_evaluation_makes_no_pass_and_features_can_be_dropped(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = str(tmp_path / "a/out")
+    first = evaluate(eval_args(files, files["bert"], out=out), Bert, BertArgs)
+    assert list((tmp_path / "a/features").glob("*/layer_01.npy"))
+
+    def states(*args: Any, **options: Any) -> Any:
+        raise AssertionError("a forward pass")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "states", states)
+        changed = evaluate(eval_args(files, files["bert"], out=out, probe={"standardize": True}), Bert, BertArgs)
+    assert changed["tasks"]["texts"] != first["tasks"]["texts"]
+    evaluate(eval_args(files, files["bert"], out=str(tmp_path / "b/out"), keep_features=False), Bert, BertArgs)
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["out"]
+
+
+def test_two_processes_and_any_batch_size_give_the_same_results(files: dict[str, Path], tmp_path: Path) -> None:
+    words = [f"ckpt={files['crossbert']}", f"tasks.a.train={files['texts']}", f"tasks.a.test={files['texts']}"]
+    words += [f"tasks.w.train={files['words']}", f"tasks.w.test={files['words']}", "tasks.w.kind=tokens", "device=cpu"]
+    words += [f"tasks.r.train={files['texts']}", f"tasks.r.test={files['texts']}", "tasks.r.kind=regression"]
+    words += ["tasks.r.label=score", "probe.samples=2"]
+    one, two = tmp_path / "one/out", tmp_path / "two/out"
+    cli(EvalArgs, crossbert_eval.run, "eval", [*words, f"out={one}", "batch_tokens=50"])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = run_command([*torchrun, "-m", "apps.crossbert.eval", *words, f"out={two}"], timeout=120)
+    assert (two / "results.json").is_file(), done.stderr
+    assert done.stdout.count("written to") == 1
+    alone, shared = (json.loads((out / "results.json").read_text())["tasks"] for out in (one, two))
+    for name in ("a", "w", "r"):
+        for layer in ("0", "1", "2"):
+            for kind in ("ridge", "knn"):
+                for score in ("paper", "honest", "full"):
+                    ours, theirs = (found[name]["layers"][layer][kind][score] for found in (alone, shared))
+                    assert theirs == pytest.approx(ours, abs=1e-5), (name, layer, kind, score)
