@@ -20,7 +20,11 @@ from lingua.errors import UserError
 
 JSONL_ENDINGS = tuple(f".{kind}{packed}" for kind in ("jsonl", "json", "ndjson") for packed in ("", ".gz", ".zst"))
 TEXT_ENDINGS = (".txt", ".txt.gz", ".txt.zst")
+COLUMN_ENDINGS = (".parquet", ".arrow")
+ENDINGS = (".jsonl", ".json", ".ndjson", ".txt", *COLUMN_ENDINGS)
 PACKED_ENDINGS = (".gz", ".zst")
+MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}  # how compressed files begin
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 TRIES = 5  # to read on after a lost connection
 FIRST_WAIT = 0.5  # seconds before the second try; doubles with each
 CHUNK_BYTES = 1 << 18
@@ -98,14 +102,31 @@ def _matches(glob: str) -> dict[str, tuple[int, str]]:
         raise UserError(f"cannot list {glob}: {error or type(error).__name__}") from None
     files = {system.unstrip_protocol(path): info for path, info in infos.items() if info["type"] != "directory"}
     if not files:
-        raise UserError(f"no file matches {glob}: check the path and the pattern")
+        raise UserError(_nothing(glob, system, root))
     return {path.removeprefix("file://"): (int(info["size"] or 0), _stamp(info)) for path, info in files.items()}
+
+
+def _nothing(glob: str, system: Any, root: str) -> str:
+    """Why no file was found: an unknown kind of files, a server that does not answer, or simply nothing there."""
+    reason = ""
+    try:
+        if system.isdir(root):
+            others = [PurePosixPath(path).name for path in sorted(system.find(root))[:3]]
+            hint = (
+                f"there are {', '.join(others)}: give a glob, and format= if they are text" if others else "it is empty"
+            )
+            return f"no file in {glob} ends in {', '.join(ENDINGS)} (or these with .gz, .zst): {hint}"
+        if "://" in glob and not fsspec.core.has_magic(root):
+            system.info(root)
+    except Exception as error:  # what lies below fsspec raises types of its own
+        reason = f" ({error.__cause__ or error})"
+    return f"no file matches {glob}{reason}: check the path and the pattern"
 
 
 def _folder(folder: str, infos: dict[str, dict]) -> dict[str, dict]:
     """The data files among all files of a folder. Lingua keeps training text in NAME.chunk.NN.jsonl beside a
     NAME.val.jsonl, so where there are chunks only they count."""
-    endings = (*JSONL_ENDINGS, *TEXT_ENDINGS, ".parquet", ".arrow")
+    endings = (*JSONL_ENDINGS, *TEXT_ENDINGS, *COLUMN_ENDINGS)
     metadata = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
     names = {path: PurePosixPath(path).name for path in infos}
     data = [path for path, name in names.items() if name.endswith(endings) and name not in metadata]
@@ -178,9 +199,20 @@ def open_raw(path: str) -> BinaryIO:
 
 
 def open_text(path: str) -> BinaryIO:
-    """The bytes of a file without its compression (.gz, .zst)."""
+    """The bytes of a file without its compression (.gz, .zst) and without a byte order mark."""
+    text = _unpacked(path)
+    if text.peek(3)[:3] == BYTE_ORDER_MARK:  # type: ignore[attr-defined]
+        text.read(3)
+    return text
+
+
+def _unpacked(path: str) -> BinaryIO:
     raw = open_raw(path)
     if not path.endswith(PACKED_ENDINGS):
+        head = raw.peek(4)  # type: ignore[attr-defined]
+        for magic, ending in MAGIC.items():
+            if head.startswith(magic):
+                raise UserError(f"{path}: compressed, but its name does not end in {ending}: rename it")
         return raw
     if not raw.read(1):
         raise EOFError("the file has 0 bytes")

@@ -113,7 +113,7 @@ def blocks(file: InputFile, args: ReaderArgs) -> Iterator[Block]:
     pieces: list[Piece] = []
     first, size, line = 1, 0, 0
     try:
-        for piece in _pieces(file.path, args):
+        for piece in _pieces(file.path, file.size, args):
             pieces.append(piece)
             line = piece[0]
             size += len(piece[1])
@@ -166,9 +166,11 @@ def format_of(path: str, args: ReaderArgs) -> str:
     return next((name for ending, name in endings.items() if path.endswith(ending)), "text")
 
 
-def _pieces(path: str, args: ReaderArgs) -> Iterator[Piece]:
+def _pieces(path: str, size: int, args: ReaderArgs) -> Iterator[Piece]:
     limit = int(args.max_document_mb * 1e6)
     kind = format_of(path, args)
+    if size == 0 and kind in ("parquet", "arrow"):
+        raise EOFError("the file has 0 bytes")
     if kind in ("jsonl", "text"):
         unit = "line" if kind == "jsonl" else args.document
         with open_text(path) as stream:
@@ -231,7 +233,7 @@ def _json_text(raw: bytes, column: str) -> str:
     if not isinstance(row, dict):
         raise UserError(f"expected a JSON object, found {type(row).__name__}")
     if column not in row:
-        raise UserError(f"no column {column!r}, found {', '.join(map(str, row)) or 'none'}")
+        raise UserError(f"no column {column!r}, found {', '.join(map(str, row)) or 'none'}; name it with text=COLUMN")
     if not isinstance(row[column], str):
         raise UserError(f"column {column!r}: expected a string, found {type(row[column]).__name__}")
     return row[column]

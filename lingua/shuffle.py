@@ -101,6 +101,9 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
         UserError: unreadable input, nothing in it, other settings in an existing folder, no space.
     """
     files = list_files(reader.path)
+    empty = [file.path for file in files if file.stamp and not file.size]
+    if empty:
+        print(f"{name}: note: {len(empty)} of {len(files)} files have 0 bytes, such as {empty[0]}", flush=True)
     if args.languages:
         languages.package()  # a missing one is known at once
     tokenizer = build_tokenizer(args.tokenizer)
@@ -193,8 +196,8 @@ def _finished(final: Path, common: dict[str, Any], args: ShuffleArgs) -> dict[st
     ]
     if touched:
         print(
-            f"{final}: note: {len(touched)} of {len(common['inputs'])} inputs have the same size but another time or tag "
-            f"than then, such as {touched[0]}; if their text is another, delete the folder and prepare again",
+            f"{final}: note: {len(touched)} of {len(common['inputs'])} inputs have the same size but another time or "
+            f"tag than then, such as {touched[0]}; if their text is another, delete the folder and prepare again",
             flush=True,
         )
     return manifests

@@ -94,9 +94,10 @@ def _pack(partial: Path, plan: dict[str, Any], args: ShuffleArgs, tokenizer: Tok
         if not splits[name].documents:
             shutil.rmtree(partial)
             hint = "; set valid_fraction higher, or 0 for no valid split" if name == "valid" else ""
+            first = "; the first: {path}, line {line}: {reason}".format(**skipped[0]) if skipped else ""
             raise UserError(
-                f"{common['source']}: no document for the {name} split ({counts.empty} empty, "
-                f"{counts.unreadable} unreadable){hint}"
+                f"{common['source']}: no document for the {name} split ({counts.empty} empty, {counts.unreadable} "
+                f"unreadable, in {len(common['inputs'])} files{first}){hint}"
             )
     counts.stored = sum(split.documents for split in splits.values())
     if counts.read + counts.pieces != counts.stored + counts.empty + counts.unreadable + counts.duplicates:

@@ -3,6 +3,7 @@ import json
 
 import fsspec
 import pytest
+import zstandard
 
 from lingua import readers
 from lingua.errors import UserError
@@ -130,7 +131,7 @@ def test_a_damaged_gzip_is_an_error_even_when_skipping(tmp_path):
 
 
 def test_nothing_to_read(tmp_path):
-    for pattern in (f"{tmp_path}/*.jsonl", f"{tmp_path}/missing/a.txt", str(tmp_path)):
+    for pattern in (f"{tmp_path}/*.jsonl", f"{tmp_path}/missing/a.txt"):
         with pytest.raises(UserError, match=f"no file matches {pattern}".replace("*", r"\*")):
             read(pattern)
     (tmp_path / "a.txt").write_text("x")
@@ -149,3 +150,36 @@ def test_bad_settings():
         ReaderArgs(path="x", document="page")
     with pytest.raises(UserError, match="format=csv: expected one of auto, jsonl, text, parquet, arrow"):
         ReaderArgs(path="x", format="csv")
+
+
+def test_what_is_there_instead_is_said(tmp_path):
+    with pytest.raises(UserError, match=rf"no file in {tmp_path} ends in \.jsonl, .*: it is empty"):
+        list_files(str(tmp_path))
+    (tmp_path / "notes.md").write_text("text")
+    with pytest.raises(UserError, match=r"ends in .*: there are notes\.md: give a glob, and format= if they are text"):
+        list_files(str(tmp_path))
+    assert [d.text for d in read(tmp_path / "notes.md")] == ["text"]
+    with pytest.raises(UserError, match=r"no file matches http://127\.0\.0\.1:9/a\.jsonl \(.*Connect call failed"):
+        list_files("http://127.0.0.1:9/a.jsonl")
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    """Windows programs write one; only the first in a file is one."""
+    row = json.dumps({"text": "\ufeffa"}, ensure_ascii=False).encode() + b"\n"
+    for name, data, texts in (
+        ("a.jsonl", row * 2, ["\ufeffa"] * 2),
+        ("a.txt", b"a\xef\xbb\xbfb", ["a\ufeffb"]),
+        ("empty.txt", b"", []),
+    ):
+        for ending, pack in (("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)):
+            path = tmp_path / f"{name}{ending}"
+            path.write_bytes(pack(b"\xef\xbb\xbf" + data))
+            assert [d.text for d in read(path)] == texts
+
+
+def test_a_compressed_file_without_the_ending_is_named(tmp_path):
+    for ending, pack in ((".gz", gzip.compress), (".zst", zstandard.compress)):
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(pack(b'{"text": "a"}\n'))
+        with pytest.raises(UserError, match=rf"a\.jsonl: compressed, but .* not end in \{ending}: rename it"):
+            read(path)

@@ -216,7 +216,7 @@ def test_a_foreign_folder_is_left_alone(corpus, tmp_path):
 
 def test_nothing_to_train_on(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["", "  "])
-    with pytest.raises(UserError, match=r"web: no document for the train split \(2 empty, 0 unreadable\)"):
+    with pytest.raises(UserError, match=r"web: no document for the train split \(2 empty, 0 unreadable, in 1 files\)"):
         prepare(tmp_path, tmp_path / "out")
     write_jsonl(tmp_path / "a.jsonl", ["only one document"])
     with pytest.raises(UserError, match=r"no document for the valid split .*set valid_fraction higher, or 0"):
@@ -227,6 +227,19 @@ def test_nothing_to_train_on(tmp_path):
     for field, value in (("valid_fraction", 1.0), ("shard_tokens", 0), ("workers", 0), ("memory_gb", 0.0)):
         with pytest.raises(UserError, match=f"{field}={value}: expected"):
             ShuffleArgs(**{field: value})
+
+
+def test_what_was_unreadable_and_what_is_empty_is_said(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n' * 3)
+    (tmp_path / "b.jsonl").write_text("")
+    reader = ReaderArgs(path=f"{tmp_path}/*.jsonl", on_error="skip")
+    message = r"\(0 empty, 3 unreadable, in 2 files; the first: .*/a\.jsonl, line 1: no column 'text', found body"
+    with pytest.raises(UserError, match=message):
+        shuffle("x", reader, ShuffleArgs(), tmp_path / "out")
+    assert f"x: note: 1 of 2 files have 0 bytes, such as {tmp_path}/b.jsonl" in capsys.readouterr().out
+    (tmp_path / "b.arrow").write_text("")
+    with pytest.raises(UserError, match=r"b\.arrow: cannot be read after line 0: the file has 0 bytes"):
+        shuffle("x", ReaderArgs(path=f"{tmp_path}/b.arrow"), ShuffleArgs(), tmp_path / "out")
 
 
 def damage(folder, change):
