@@ -6,6 +6,7 @@ import logging
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -23,7 +24,7 @@ from lingua.errors import UserError
 from lingua.interrupt import Interrupt, requeue
 from lingua.loss import LossSum
 from lingua.masking import View, hidden_count
-from lingua.metrics import Console, Metrics, start_logging
+from lingua.metrics import Console, Metrics, log_file_only, start_logging
 from lingua.optim import OptimArgs, Optimizer, learning_rate
 from lingua.saving import CheckpointArgs, Checkpointer
 from lingua.source import TokenSource
@@ -162,8 +163,8 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         stopped = isinstance(error, SystemExit) and self._interrupt.agreed is not None
         if error is not None and not stopped:
-            if self.world.size > 1 and not isinstance(error, UserError):
-                log.error("rank %d failed", self.world.rank, exc_info=error)
+            if self.world.size > 1:  # the console hears of the cause only, from the watchdog
+                log_file_only("".join(traceback.format_exception(error)))
             self._watchdog.fail(error)
         self._closing.close()
         if error is None or stopped:

@@ -37,9 +37,9 @@ class Watchdog:
         self.world, self.timeout = world, timeout
         self.name = f"rank {world.rank} ({socket.gethostname()}, pid {os.getpid()})"
         self.interval = min(2.0, timeout / 10)
-        self.silence = max(5 * self.interval, timeout / 20)  # a thread that says nothing for so long is dead
-        self._ticks, self._place = 0, "start"
-        self._stopped = threading.Event()
+        self.silence = max(5 * self.interval, timeout / 10)  # a thread that says nothing for so long is dead
+        self._ticks, self._beat, self._place = 0, 0, "start"
+        self._stopped, self._ending = threading.Event(), threading.Lock()
         if world.size == 1:
             return
         host, patience = os.environ["MASTER_ADDR"], timedelta(seconds=max(timeout, 10))
@@ -50,7 +50,8 @@ class Watchdog:
             self._store = dist.TCPStore(host, port, wait_for_workers=False, timeout=patience)
         self._store.set(f"name/{world.rank}", self.name)
         self._lock = threading.Lock()  # one request at a time on the connection
-        threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        for target in (self._watch, self._guard):
+            threading.Thread(target=target, daemon=True, name="watchdog").start()
 
     def tick(self, place: str) -> None:
         """This rank has made progress, and is now at ``place``."""
@@ -93,6 +94,7 @@ class Watchdog:
             return None
 
     def _end(self, text: str, status: int) -> None:
+        self._ending.acquire()  # whichever thread comes first speaks
         same = text.startswith("error: ") and not self.world.is_first and self._rank_0_says(text)
         if not same:
             own = text.startswith(("error: ", "Traceback"))
@@ -107,15 +109,24 @@ class Watchdog:
         verdict = self._ask(lambda: self._store.get(FAILED).decode()) or ""
         return verdict.startswith("rank 0 ") and verdict.endswith(text)
 
+    def _guard(self) -> None:
+        """End this rank when its requests to rank 0 hang, which has been stopped or lost its network."""
+        beat = waited = 0
+        while not self._stopped.wait(self.interval):
+            # Rounds and not seconds: a long call that holds Python's lock stops both threads alike.
+            waited = waited + 1 if self._beat == beat else 0
+            beat = self._beat
+            if waited * self.interval > self.silence + self.interval:
+                self._end(f"rank 0, which has not answered for {waited * self.interval:g} s (stopped? network?)", 1)
+
     def _watch(self) -> None:
         seen: dict[int, tuple[str, float]] = {}  # by rank: last sign of life, and when it changed
         moved: dict[int, tuple[str, float]] = {}  # by rank: last progress, and when it changed
-        beat = 0
         while not self._stopped.wait(self.interval):
-            beat += 1
+            self._beat += 1
             try:
                 with self._lock:
-                    self._store.set(f"beat/{self.world.rank}", f"{beat} {self._ticks}")
+                    self._store.set(f"beat/{self.world.rank}", f"{self._beat} {self._ticks}")
                     failed = self._store.get(FAILED).decode() if self._store.check([FAILED]) else None
                     if failed is None and self._store.check(["where"]):
                         self._store.set(f"where/{self.world.rank}", self._where())
