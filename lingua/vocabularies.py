@@ -89,6 +89,7 @@ class TiktokenTokenizer(_WithAppended):
             raise UserError(f"tokenizer.path={path}: no such file")
         raw, self.files = Path(path).read_bytes(), (Path(path),)
         ranks: dict[bytes, int] = {}
+        self.ranks = ranks  # of the tokens' bytes, also their ids
         for number, line in enumerate(raw.splitlines(), 1):
             try:
                 token, rank = line.split()
@@ -104,7 +105,7 @@ class TiktokenTokenizer(_WithAppended):
         self._set_specials({}, size)
         # gaps are ids that no text produces
         self.special_ids = tuple(i for i in range(self.vocab_size) if i not in self._bytes)
-        regex = PATTERNS.get(pattern or "cl100k", pattern or "")
+        self.pattern = regex = PATTERNS.get(pattern or "cl100k", pattern or "")
         try:
             self._bpe = tiktoken.Encoding("own", pat_str=regex, mergeable_ranks=ranks, special_tokens={})
         except Exception as error:  # the binding raises plain ValueError

@@ -1,0 +1,173 @@
+"""A checkpoint as a folder that ``transformers`` and ``sentence-transformers`` load without code of ours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lingua import checkpoint
+from lingua.errors import UserError
+from lingua.features import load_encoder, run_folder
+from lingua.files import optional
+from lingua.hub.card import model_card
+from lingua.hub.vocabulary import special_names, to_library
+from lingua.hub.weights import EXPRESSED, eurobert_config, to_eurobert
+from lingua.tokenizer import Tokenizer, save_copy
+from lingua.transformer import Encoder, Predictor, PredictorArgs
+
+OURS = "lingua.json"  # what our own loader needs beyond the rest
+ORIGINAL_TOKENIZER = "lingua_tokenizer"  # folder of the files that the run's tokenizer was read from
+FORMAT = 1  # of OURS
+
+
+@dataclass
+class ExportArgs:
+    """Write a checkpoint's encoder as a model that transformers and sentence-transformers load."""
+
+    ckpt: str = "???"  # run folder (its newest complete checkpoint) or checkpoint folder
+    to: str = "???"  # folder to write, new or empty
+    name: str | None = None  # the model's name in its card; none: that of the folder
+    license: str | None = None  # of the weights, for the card, such as apache-2.0
+    push: str | None = None  # user/name: also upload it there, with the token of `hf auth login` or HF_TOKEN
+    private: bool = True  # a repository that push creates is private
+
+
+def export(args: ExportArgs) -> None:
+    """Write the folder, and push it if asked.
+
+    Raises:
+        UserError: no usable checkpoint, something that the eurobert architecture or tokenizer.json cannot express, a
+            folder that has files already, or a hub that refuses.
+    """
+    to = Path(args.to)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"to={to}: is there already; give a new folder, or remove it")
+    optional("tokenizers", "export")
+    folder = checkpoint.resolve(args.ckpt)
+    with checkpoint.in_use(folder):
+        loaded = load_encoder(folder, device="cpu", run=run_folder(args.ckpt, folder))
+        config, state = loaded.config, checkpoint.read_state(folder)
+        _check_expressed(config["model"], str(folder))
+        predictor = load_predictor(folder, loaded.encoder, config["model"])
+    library = to_library(loaded.tokenizer)
+    card = model_card(args.name or to.resolve().name, args.license, loaded, predictor, folder, args.ckpt)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        _write(to, loaded.encoder, predictor, loaded.tokenizer, library, config, state)
+        (to / "README.md").write_text(card)
+    except OSError as error:
+        raise UserError(f"to={to}: cannot be written: {error.strerror or error}") from None
+    print(f"{to}: written; AutoModel.from_pretrained({str(to)!r}) loads it")
+    if args.push is not None:
+        push(to, args.push, args.private)
+
+
+def _check_expressed(model: dict[str, Any], where: str) -> None:
+    unknown = sorted(set(model) - EXPRESSED)
+    if unknown:
+        raise UserError(
+            f"{where}: model.{unknown[0]}={model[unknown[0]]} cannot be exported: the eurobert architecture of "
+            "transformers has nothing of the kind"
+        )
+
+
+def load_predictor(folder: Path, encoder: Encoder, model: dict[str, Any]) -> Predictor | None:
+    """The predictor of a CrossBERT's checkpoint, or None if the model has none."""
+    if model.get("predictor") is None:
+        return None
+    predictor = Predictor(PredictorArgs(**model["predictor"]), encoder.args)
+    checkpoint.load(folder, nn.ModuleDict({"predictor": predictor}), None)
+    return predictor.eval()
+
+
+def _write(
+    to: Path,
+    encoder: Encoder,
+    predictor: Predictor | None,
+    tokenizer: Tokenizer,
+    library: Any,
+    config: dict[str, Any],
+    state: dict[str, Any],
+) -> None:
+    data = config["data"]
+    longest = max(data["seq_len"], *(phase.get("seq_len") or 0 for phase in data.get("phases") or [{}]))
+    ids = {role: getattr(tokenizer, f"{role}_id") for role in ("bos", "pad", "eos", "mask")}
+    masked_lm = predictor is None
+    _write_weights(to / "model.safetensors", to_eurobert(encoder), "model." if masked_lm else "")
+    _write_json(to / "config.json", eurobert_config(encoder.args, longest, ids, masked_lm))
+    if predictor is not None:
+        _write_weights(to / "predictor.safetensors", predictor.state_dict())
+
+    names = special_names(tokenizer)
+    library.save(str(to / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": longest,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "cls_token": names["bos"],
+        "sep_token": names["eos"],
+        **{f"{role}_token": name for role, name in names.items()},
+    }
+    _write_json(to / "tokenizer_config.json", settings)
+
+    modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling")]
+    described = [
+        {"idx": i, "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (name, path, kind) in enumerate(modules)
+    ]
+    _write_json(to / "modules.json", described)
+    _write_json(to / "sentence_bert_config.json", {"max_seq_length": data["seq_len"], "do_lower_case": False})
+    (to / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": encoder.args.dim, "pooling_mode_mean_tokens": True, "include_prompt": True}
+    _write_json(to / "1_Pooling" / "config.json", {**pooling, "pooling_mode_cls_token": False})
+    _write_json(to / "config_sentence_transformers.json", {"prompts": {}, "similarity_fn_name": "cosine"})
+
+    # Paths of the machine it was trained on stay there.
+    own = data["tokenizer"] | {"path": ORIGINAL_TOKENIZER if tokenizer.files else None}
+    model = asdict(encoder.args) | {k: v for k, v in config["model"].items() if k == "predictor"}
+    ours = {
+        "format": FORMAT,
+        "model": model,
+        "seq_len": data["seq_len"],
+        "seed": config["seed"],
+        "step": state["step"],
+        "tokenizer": own,
+        "tokenizer_identity": tokenizer.identity(),
+    }
+    _write_json(to / OURS, ours)
+    save_copy(tokenizer, to / ORIGINAL_TOKENIZER)
+
+
+def _write_weights(path: Path, weights: dict[str, Tensor], prefix: str = "") -> None:
+    from safetensors.torch import save_file
+
+    whole = {prefix + name: weight.to(torch.float32).contiguous() for name, weight in weights.items()}
+    save_file(whole, path, metadata={"format": "pt"})
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def push(folder: Path, repository: str, private: bool) -> None:
+    """Upload a folder as ``user/name`` with the user's own token. Raises UserError if the hub refuses."""
+    hub = optional("huggingface_hub", "push")
+    if repository.count("/") != 1 or not all(repository.split("/")):
+        raise UserError(f"push={repository}: expected user/name")
+    try:
+        api = hub.HfApi()
+        url = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=repository, commit_message="Export")
+    except Exception as error:  # of several libraries: no token, no right, no network
+        reason = " ".join(str(error).split())[:400]
+        raise UserError(
+            f"push={repository}: the hub refuses: {reason}; `hf auth login`, or a token that may write in HF_TOKEN. "
+            f"The folder {folder} is complete"
+        ) from None
+    print(f"pushed to {url}")

@@ -1,0 +1,109 @@
+"""Our own loader of exported folders: fill-mask, and import into a run folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lingua.errors import UserError
+from lingua.hub.export import FORMAT, ORIGINAL_TOKENIZER, OURS
+from lingua.hub.vocabulary import special_names
+from lingua.hub.weights import from_source, read_source
+from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer, prefer_copy
+from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs
+
+
+@dataclass
+class Exported:
+    """An exported folder in memory, on the CPU and in eval mode."""
+
+    encoder: Encoder
+    predictor: Predictor | None  # None: a BERT
+    tokenizer: Tokenizer
+    tokenizer_args: TokenizerArgs
+    about: dict[str, Any]  # what lingua.json says
+
+    @torch.inference_mode()
+    def fill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
+        """The likeliest tokens and their probabilities, for each ``<mask>`` in ``text``.
+
+        A CrossBERT's encoder sees the other tokens only, and its predictor answers for each mask.
+
+        Raises:
+            UserError: no mask in the text, or nothing but masks.
+        """
+        tokenizer, name = self.tokenizer, special_names(self.tokenizer)["mask"]
+        parts = text.split(name)
+        if len(parts) < 2:
+            raise UserError(f"text={text!r}: has no {name}")
+        # A token begins with the space before it, so the mask stands for that too.
+        pieces = tokenizer.encode_batch([part.rstrip(" ") for part in parts[:-1]] + [parts[-1]])
+        ids = [tokenizer.bos_id]
+        for place, piece in enumerate(pieces):
+            ids += ([tokenizer.mask_id] if place else []) + piece.tolist()
+        tokens_S = torch.tensor([*ids, tokenizer.eos_id])
+        hidden_M = (tokens_S == tokenizer.mask_id).nonzero().flatten()
+        if self.predictor is None:
+            x_MD = self.encoder(tokens_S[None])[0, hidden_M]
+        else:
+            visible_T = (tokens_S != tokenizer.mask_id).nonzero().flatten()
+            visible_TD = self.encoder(tokens_S[None, visible_T], visible_T[None])
+            x_MD = self.predictor(visible_TD, visible_T[None], hidden_M[None])[0]
+        logits_MV = x_MD @ self.encoder.embedding.weight.T
+        logits_MV[:, list(tokenizer.special_ids)] = -torch.inf  # never predicted in training
+        best = logits_MV.softmax(dim=1).topk(top)
+        return [
+            [(tokenizer.decode([i]), p) for i, p in zip(row.tolist(), probabilities.tolist(), strict=True)]
+            for row, probabilities in zip(best.indices, best.values, strict=True)
+        ]
+
+
+def load_exported(folder: str | Path) -> Exported:
+    """What :mod:`lingua.hub.export` wrote, exactly.
+
+    Raises:
+        UserError: not such a folder, or one whose files do not fit together.
+    """
+    folder = Path(folder)
+    if not (folder / OURS).is_file():
+        raise UserError(f"{folder}: has no {OURS}; expected a folder that `python -m lingua.hub export` wrote")
+    about = json.loads((folder / OURS).read_text())
+    if about.get("format") != FORMAT:
+        raise UserError(f"{folder / OURS}: format {about.get('format')}, this code reads {FORMAT}")
+    encoder, rest = from_source(*read_source(folder), str(folder))
+    if rest:
+        raise UserError(f"{folder}/model.safetensors: has {rest[0]}, which no export of ours has")
+    fields = TransformerArgs.__dataclass_fields__
+    own = TransformerArgs(**{k: v for k, v in about["model"].items() if k in fields})
+    for name in ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "rope_theta", "norm_eps"):
+        if getattr(own, name) != getattr(encoder.args, name):
+            raise UserError(
+                f"{folder}: {OURS} says {name}={getattr(own, name)}, config.json {getattr(encoder.args, name)}: "
+                "they are not of one export"
+            )
+    encoder.args = own
+    predictor = None
+    if about["model"].get("predictor") is not None:
+        predictor = Predictor(PredictorArgs(**about["model"]["predictor"]), encoder.args)
+        _load(predictor, folder / "predictor.safetensors")
+    tokenizer_args = prefer_copy(TokenizerArgs(**about["tokenizer"]), folder / ORIGINAL_TOKENIZER)
+    tokenizer = build_tokenizer(tokenizer_args)
+    if tokenizer.identity() != about["tokenizer_identity"]:
+        raise UserError(f"{folder / ORIGINAL_TOKENIZER}: is not the vocabulary that {OURS} describes")
+    return Exported(encoder, predictor, tokenizer, tokenizer_args, about)
+
+
+def _load(module: nn.Module, path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        module.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise UserError(f"{path}: cannot be loaded: {str(error).splitlines()[0]}") from None
+    module.eval()
