@@ -130,7 +130,8 @@ def object_store_rate(megabytes: int, seq_len: int, batch_rows: int) -> dict[str
             cache_gb = max(share * shard_bytes, 8 * BLOCK_BYTES) / 1e9
             data = DataArgs(root_dir="s3://shards", seq_len=seq_len, cache_dir=str(cache), cache_gb=cache_gb)
             readings.append({"reading": reading, **_read(server, data, tokenizer, epoch, batch_rows)})
-            readings[-1]["needed"] = shard_bytes / max(readings[-1].pop("bytes"), 1)
+            fetched = readings[-1].pop("bytes")
+            readings[-1]["needed"] = shard_bytes / fetched if fetched else None
     return {
         "unit": "tokens/s of TokenStream.rows in one process; requests and bytes of the server per million tokens",
         "server": f"moto in another process of the same machine ({os.cpu_count()} CPUs)",

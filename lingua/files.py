@@ -146,14 +146,15 @@ def _stamp(info: dict[str, Any]) -> str:
 
 
 def check_unchanged(file: InputFile) -> None:
-    """Raise UserError if ``file`` is not as it was when it was listed."""
+    """Raise UserError if ``file`` is not as it was when it was listed, or if that cannot be told."""
     if not file.stamp:
         return
+    system, path = fsspec.core.url_to_fs(file.path)
+    system.invalidate_cache()
     try:
-        system, path = fsspec.core.url_to_fs(file.path)
-        system.invalidate_cache()
-        now = _stamp(system.info(path))
-    except OSError as error:
+        info = tried(lambda: system.info(path), lambda reason: connection_lost(file.path, file.size, reason))
+        now = _stamp(info)
+    except FileNotFoundError as error:
         now = str(error)
     if now != file.stamp:
         raise UserError(

@@ -138,7 +138,7 @@ def shuffle(name: str, reader: ReaderArgs, args: ShuffleArgs, out: str | Path) -
     except OSError as error:
         if final.exists():
             return _finished(final, common, args)
-        raise UserError(f"{partial}: cannot write: {error}") from None
+        raise UserError(f"{partial}: cannot write: {error}; when that is mended the same command goes on") from None
     return {split: load_manifest(final / split) for split in split_names(args)}
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
+from lingua.errors import UserError
 from lingua.files import InputFile, write_atomically
 from lingua.hashing import counter_hash, text_hash
 from lingua.manifest import token_dtype
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 PROGRESS = "progress.json"
 SKIPPED = "skipped.jsonl"
+SAVE_SECONDS = 60.0  # after which progress is written even if there is memory left
 
 
 @dataclass
@@ -108,15 +111,21 @@ def fill_buckets(
     known = not any(file.path.endswith((".gz", ".zst", ".parquet")) or not file.size for file in files)
     total = sum(file.size for file in files) if known else None
     with Progress(f"{title}: tokenizing", total, "tokens") as progress, (folder / SKIPPED).open("ab") as skipped:
-        for done in tokenize_all(_work(files, reader, state, progress), reader, args, tokenizer):
-            buckets.append(done.tokens, done.records)
-            for bad in done.bad:
-                skipped.write(json.dumps(asdict(bad)).encode() + b"\n")
-            state.counts.add(done.counts)
-            state.file, state.blocks = done.place[0], done.place[1] + 1
-            if buckets.waiting_bytes > most_waiting:
-                _save(buckets, skipped, state)
-            progress.advance(done.raw_bytes, len(done.tokens))
+        saved = time.monotonic()
+        try:
+            for done in tokenize_all(_work(files, reader, state, progress), reader, args, tokenizer):
+                buckets.append(done.tokens, done.records)
+                for bad in done.bad:
+                    skipped.write(json.dumps(asdict(bad)).encode() + b"\n")
+                state.counts.add(done.counts)
+                state.file, state.blocks = done.place[0], done.place[1] + 1
+                if buckets.waiting_bytes > most_waiting or time.monotonic() - saved > SAVE_SECONDS:
+                    _save(buckets, skipped, state)
+                    saved = time.monotonic()
+                progress.advance(done.raw_bytes, len(done.tokens))
+        except UserError:  # of a document or file that comes next: what lies before it is kept
+            _save(buckets, skipped, state)
+            raise
         state.done = True
         _save(buckets, skipped, state)
 

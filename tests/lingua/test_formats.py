@@ -252,3 +252,30 @@ def test_a_dropped_connection_is_read_on_and_then_named(tmp_path, monkeypatch):
     assert system.times == 0
     with pytest.raises(UserError, match=r"flaky://a\.jsonl\.gz: the connection was lost at byte \d{4,} and 5 tries"):
         through(Flaky(data, every=1, times=10**9, first=20))
+
+
+def test_a_store_that_is_gone_at_the_end_of_a_file_is_named(tmp_path, monkeypatch):
+    """What botocore and aiohttp raise is no OSError."""
+
+    class GoneError(Exception):
+        pass
+
+    class Gone:
+        tries = 0
+
+        def invalidate_cache(self):
+            pass
+
+        def info(self, path):
+            self.tries += 1
+            raise GoneError("no route")
+
+    monkeypatch.setattr(files_module, "FIRST_WAIT", 0.001)
+    system = Gone()
+    monkeypatch.setattr(files_module.fsspec.core, "url_to_fs", lambda path: (system, path))
+    file = readers.InputFile(0, "s3://bucket/a.jsonl", 77, "size=77 ETag=x")
+    with pytest.raises(
+        UserError, match=r"s3://bucket/a\.jsonl: the connection was lost at byte 77 .*GoneError: no route"
+    ):
+        files_module.check_unchanged(file)
+    assert system.tries == 5

@@ -166,6 +166,32 @@ def test_interrupted_work_goes_on(corpus, clean, tmp_path, monkeypatch, capsys):
     assert contents(tmp_path / "web") == {name[4:]: value for name, value in clean.items()}
 
 
+def test_what_lies_before_an_error_is_kept(corpus, clean, tmp_path, monkeypatch, capsys):
+    """An unreadable line ends the work; with it mended or skipped, all blocks before it are not tokenized again."""
+    fields = {"tokenizer": BYTES, "valid_fraction": 0.1, "shard_tokens": 300_000}
+    reader = ReaderArgs(path=f"{corpus}/*.jsonl")  # the first unreadable line is the last of the second file
+    with pytest.raises(UserError, match=r"1\.jsonl, line 4002: not valid JSON"):
+        shuffle("web", reader, ShuffleArgs(**fields), tmp_path)
+    blocks = dies_after(monkeypatch, tokenizing, "tokenize", -1)
+    prepare(f"{corpus}/*.jsonl", tmp_path, **fields)
+    assert re.search(r"going on after [4-7],\d{3} documents", capsys.readouterr().out)
+    assert len(blocks) < 3 * 3
+    assert contents(tmp_path) == clean
+
+
+def test_progress_is_written_after_some_time(corpus, clean, tmp_path, monkeypatch):
+    """However much memory there is for what waits."""
+    for seconds, kept in ((1e9, False), (-1.0, True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizing, "SAVE_SECONDS", seconds)
+            dies_after(patch, tokenizing, "tokenize", 6)
+            with pytest.raises(KilledError):
+                prepare(f"{corpus}/*.jsonl", tmp_path / str(kept), valid_fraction=0.1, shard_tokens=300_000)
+        assert (tmp_path / str(kept) / "web.partial/work/part_00000/progress.json").exists() == kept
+    prepare(f"{corpus}/*.jsonl", tmp_path / "True", valid_fraction=0.1, shard_tokens=300_000)
+    assert contents(tmp_path / "True") == clean
+
+
 def test_an_interrupted_run_is_not_mixed_with_another(corpus, tmp_path, monkeypatch):
     shutil.copytree(corpus, tmp_path / "in")
     pattern, out = f"{tmp_path}/in/*.jsonl", tmp_path / "out"
