@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -39,22 +39,22 @@ def block_flops(layers: nn.ModuleList, width: int, seq_len: int) -> float:
     return 6 * matrix_parameters(layers) + 12 * width * len(layers) * seq_len
 
 
-@dataclass(frozen=True)
-class ForwardFlops:
+class ForwardFlops(NamedTuple):
     """FLOPs of a forward pass, by what a recomputation may or may not repeat."""
 
     linear: float = 0.0  # projections and feed-forward layers of the blocks
     attention: float = 0.0  # queries times keys, probabilities times values
     head: float = 0.0  # what follows the blocks: logits, and the predictor's output projection
+    closing: float = 0.0  # each block's last product, a part of ``linear``
 
-    def __add__(self, other: ForwardFlops) -> ForwardFlops:
-        return ForwardFlops(self.linear + other.linear, self.attention + other.attention, self.head + other.head)
+    def __add__(self, other: ForwardFlops) -> ForwardFlops:  # type: ignore[override]
+        return ForwardFlops(*(a + b for a, b in zip(self, other, strict=True)))
 
     def __sub__(self, other: ForwardFlops) -> ForwardFlops:
         return self + other * -1
 
-    def __mul__(self, times: float) -> ForwardFlops:
-        return ForwardFlops(self.linear * times, self.attention * times, self.head * times)
+    def __mul__(self, times: float) -> ForwardFlops:  # type: ignore[override]
+        return ForwardFlops(*(part * times for part in self))
 
     @property
     def training(self) -> float:
@@ -77,7 +77,8 @@ def stack_flops(layers: nn.ModuleList, width: int, queries: int, keys: int | Non
     of_keys = sum(matrix_parameters(layer.attention.wkv) for layer in layers) if keys is not None else 0
     keys = queries if keys is None else keys
     linear = 2 * (matrix_parameters(layers) - of_keys) * queries + 2 * of_keys * keys
-    return ForwardFlops(linear=linear, attention=4 * width * len(layers) * queries * keys)
+    closing = 2 * sum(matrix_parameters(layer.ffn.w2) for layer in layers) * queries
+    return ForwardFlops(linear, attention=4 * width * len(layers) * queries * keys, closing=closing)
 
 
 def product_flops(weight_shape: tuple[int, ...] | torch.Size, positions: int) -> ForwardFlops:
@@ -145,12 +146,12 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     return peak
 
 
-# What activation checkpointing computes a second time: a block's whole forward pass, or (selective: the results of
-# matrix products are kept) of what is counted here the attention only.
+# What is computed a second time, by mode of activation checkpointing: a whole block but for its last product, whose
+# result nothing in the backward pass asks for; or nothing counted here, where the results of products are kept.
 RECOMPUTED = {
     "none": lambda forward: 0.0,
-    "block": lambda forward: forward.linear + forward.attention,
-    "selective": lambda forward: forward.attention,
+    "selective": lambda forward: 0.0,
+    "block": lambda forward: forward.linear - forward.closing + forward.attention,
 }
 
 
@@ -169,8 +170,8 @@ def utilization(
         paper: the paper's FLOPs of the same steps (forward and backward).
         seconds: how long it took.
         peak: FLOP/s of one device (:func:`device_peak`).
-        recompute: a key of :data:`RECOMPUTED`. That a fused attention kernel recomputes scores inside its backward
-            pass is not counted.
+        recompute: the run's ``distributed.activation_checkpointing``. That a fused attention kernel recomputes scores
+            inside its backward pass is not counted.
 
     Returns:
         ``tflops`` and ``paper_tflops`` (TFLOP/s of one device, training); with a ``peak`` also ``mfu`` and ``hfu``

@@ -34,7 +34,6 @@ from lingua.errors import UserError
 
 log = logging.getLogger(__name__)
 OUTPUT_POSITIONS = 64  # of one row, whose vocabulary logits are looked at
-WRAPPER = "_checkpoint_wrapped_module"  # what activation checkpointing puts around a block
 
 
 @dataclass
@@ -105,7 +104,6 @@ def parameter_statistics(model: nn.Module) -> dict[str, float]:
     """Norm and largest absolute value of every parameter and gradient; a collective call if they are sharded."""
     tensors = {}
     for name, parameter in model.named_parameters():
-        name = name.replace(f"{WRAPPER}.", "")
         tensors[f"weight/{name}"] = parameter.detach()
         if parameter.grad is not None:
             tensors[f"gradient/{name}"] = parameter.grad
@@ -195,7 +193,6 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     for list_name, modules in model.named_modules():
         if isinstance(modules, nn.ModuleList):
             for index, block in modules.named_children():
-                block = getattr(block, WRAPPER, block)
                 yield f"{list_name}.{index}", block, True
                 for name, part in block.named_children():
                     yield f"{list_name}.{index}.{name}", part, False

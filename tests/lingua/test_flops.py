@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert, CrossBertArgs
+from lingua.distributed import DistributedArgs, World, parallelize
 from lingua.flops import ForwardFlops, device_peak, peak_flops, stack_flops, utilization
 from lingua.masking import complementary_views, split_positions
 from lingua.transformer import PredictorArgs
@@ -55,6 +56,19 @@ def test_crossbert_costs_what_pytorch_counts(complementary: bool, ratio: float, 
     assert training == expected.training
 
 
+@pytest.mark.parametrize("mode", ["none", "selective", "block"])
+def test_recomputation_costs_what_pytorch_counts(mode: str) -> None:
+    with torch.device("meta"):
+        model = CrossBert(CrossBertArgs(**SHAPE, predictor=PredictorArgs(n_layers=2)))
+    parallelize(model, World(torch.device("cpu")), DistributedArgs(activation_checkpointing=mode), torch.float32, False)
+    tokens = torch.randint(0, 97, (ROWS, SEQ), generator=torch.Generator().manual_seed(0))
+    forward = model.row_flops(SEQ, 0.5, complementary=True) * ROWS
+    _, hardware = counted(model, (tokens, complementary_views(torch.arange(ROWS), SEQ, 0.5, 0)[0]))
+    figures = utilization(forward, paper=0.0, seconds=1.0, peak=1.0, recompute=mode)
+    assert hardware == figures["hfu"]
+    assert (hardware > figures["mfu"]) == (mode == "block")
+
+
 def test_by_hand() -> None:
     """The paper's single-scale model, width 768, FFN 2048: a block has 4 x 768^2 + 3 x 768 x 2048 weights."""
     with torch.device("meta"):
@@ -62,12 +76,18 @@ def test_by_hand() -> None:
         cross = CrossBert(CrossBertArgs(768, 28, 12, 50265, predictor=PredictorArgs(n_layers=6)))
     weights = 4 * 768 * 768 + 3 * 768 * 2048
     row = model.row_flops(512, 0.2)
-    assert row == ForwardFlops(2 * 28 * weights * 512, 28 * 4 * 768 * 512**2, 2 * 768 * 50265 * 102)
+    w2 = 2 * 768 * 2048  # FLOPs a position of the product that ends a block
+    assert row == ForwardFlops(
+        2 * 28 * weights * 512, 28 * 4 * 768 * 512**2, head=2 * 768 * 50265 * 102, closing=28 * w2 * 512
+    )
     # The paper's F counts the same blocks and attention, and no head.
     assert model.flops_per_token(512) * 512 == 3 * (row.linear + row.attention)
     both = cross.row_flops(512, 0.5, complementary=True)
     assert both == ForwardFlops(
-        linear=2 * 2 * (28 + 6) * weights * 256, attention=2 * (28 + 6) * 4 * 768 * 256**2, head=2 * 768 * 50265 * 512
+        linear=2 * 2 * (28 + 6) * weights * 256,
+        attention=2 * (28 + 6) * 4 * 768 * 256**2,
+        head=2 * 768 * 50265 * 512,
+        closing=2 * (28 + 6) * w2 * 256,
     )
     single = cross.row_flops(512, 0.25, complementary=False)
     kv = 2 * 768 * 768  # of each predictor block, on the 384 visible positions
@@ -75,17 +95,18 @@ def test_by_hand() -> None:
         linear=2 * 28 * weights * 384 + 2 * 6 * ((weights - kv) * 128 + kv * 384),
         attention=4 * 768 * (28 * 384**2 + 6 * 128 * 384),
         head=2 * 768 * 50265 * 128,
+        closing=w2 * (28 * 384 + 6 * 128),
     )
 
 
 def test_utilization_by_hand() -> None:
-    forward = ForwardFlops(linear=6e12, attention=2e12, head=1e12)  # training: 27e12
+    forward = ForwardFlops(linear=6e12, attention=2e12, head=1e12, closing=1.5e12)  # training: 27e12
     plain = utilization(forward, paper=24e12, seconds=3.0, devices=2)
     assert plain == pytest.approx({"tflops": 4.5, "paper_tflops": 4.0})
     known = utilization(forward, 24e12, 3.0, devices=2, peak=10e12)
     assert known == pytest.approx({**plain, "mfu": 0.45, "hfu": 0.45, "paper_mfu": 0.4})
-    assert utilization(forward, 24e12, 3.0, 2, 10e12, "block")["hfu"] == pytest.approx(35 / 60)
-    assert utilization(forward, 24e12, 3.0, 2, 10e12, "selective")["hfu"] == pytest.approx(29 / 60)
+    assert utilization(forward, 24e12, 3.0, 2, 10e12, "block")["hfu"] == pytest.approx(33.5 / 60)
+    assert utilization(forward, 24e12, 3.0, 2, 10e12, "selective")["hfu"] == pytest.approx(27 / 60)
     assert forward * 3 - forward == forward + forward
 
 

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 
 from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua import transformer
 from lingua.attention import attention
+from lingua.distributed import DistributedArgs, World, parallelize, start
 from lingua.errors import UserError
 from lingua.masking import View, complementary_views, split_positions
 from lingua.stats import Stats, StatsArgs, attention_statistics, parameter_statistics
 from lingua.transformer import PredictorArgs, rotary_angles
+from tests.ranks import run_ranks
 
 SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 2, "vocab_size": 97, "init_std": 0.1}
 STEPS = 5
@@ -36,8 +35,13 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, View]:
     return tokens.scatter(1, view.hidden_BM, 96), tokens, view
 
 
-def train(model: nn.Module, every: int, precision: Any = contextlib.nullcontext) -> tuple[list[float], list[dict]]:
-    """Losses of a small training loop of two micro-batches a step, and the statistics it wrote."""
+def train(
+    model: nn.Module, every: int, precision: Any = contextlib.nullcontext, ranks: int = 1
+) -> tuple[list[float], list[dict]]:
+    """Losses of a small training loop of two micro-batches a step, and the statistics it wrote.
+
+    ``ranks`` multiplies the gradients, as that many ranks with the same rows do.
+    """
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
     records: list[dict] = []
     stats = Stats(StatsArgs(every=every), model, adamw, precision, records.append)
@@ -49,7 +53,7 @@ def train(model: nn.Module, every: int, precision: Any = contextlib.nullcontext)
                 inputs, tokens, view = batch(step)
                 with precision():
                     part = model(inputs[half], tokens[half], View(view.visible_BT[half], view.hidden_BM[half]))
-                part.loss.backward()
+                (part.loss * ranks).backward()
                 total += part.loss.detach()
             adamw.step()
             adamw.zero_grad()
@@ -115,11 +119,11 @@ def test_compiled_blocks_are_watched_without_another_compilation() -> None:
         assert one == pytest.approx(other, rel=1e-5)
 
 
-def test_checkpointed_blocks_have_the_names_of_plain_ones() -> None:
+@pytest.mark.parametrize("mode", ["selective", "block"])
+def test_checkpointed_blocks_have_the_statistics_of_plain_ones(mode: str) -> None:
     _, expected = train(bert(), 5)
     model = bert()
-    for i, block in enumerate(model.encoder.layers):
-        model.encoder.layers[i] = checkpoint_wrapper(block)
+    parallelize(model, World(torch.device("cpu")), DistributedArgs(activation_checkpointing=mode), torch.float32, False)
     _, records = train(model, 5)
     assert records == expected
 
@@ -239,41 +243,40 @@ class WithScale(nn.Module):
         self.bert = bert()
         self.scale = nn.Parameter(torch.full((1,), -2.0))
 
+    def init_weights(self) -> None:
+        self.bert.init_weights()
+        nn.init.constant_(self.scale, -2.0)
+
     def forward(self, *args: Any) -> Any:
         part = self.bert(*args)
         return part._replace(loss=part.loss * self.scale.abs().sum())
 
 
-def _rank(rank: int, folder: Path) -> None:
-    """Train on shards, with and without statistics, and write down what came out."""
+def train_on_ranks(folder: Path) -> None:
+    """What one rank does: train on shards and on copies, with and without statistics, and write what came out."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    results = {}
-    for every in (0, 1):
-        model = WithScale()
-        for block in model.bert.encoder.layers:
-            fully_shard(block)
-        fully_shard(model)
-        results[every] = train(model, every)
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    world, results = start(60), {}
+    for dp_shard in (1, 2):
+        for every in (0, 1):
+            args = DistributedArgs(dp_shard=dp_shard, activation_checkpointing="block")
+            model = parallelize(WithScale(), world, args, torch.float32, compile=False)
+            results[f"{dp_shard}, {every}"] = train(model, every)
+    (folder / f"{world.rank}.json").write_text(json.dumps(results))
 
 
 @pytest.mark.slow
 def test_sharded_parameters_have_the_statistics_of_whole_ones(tmp_path: Path) -> None:
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_rank, args=(rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    plain, records = train(WithScale(), 1)
+    code = f"from pathlib import Path; from tests.lingua.test_stats import *; train_on_ranks(Path({str(tmp_path)!r}))"
+    ended = run_ranks(2, ["-c", code], tmp_path)
+    plain, records = train(WithScale(), 1, ranks=2)
     for rank in range(2):
+        assert (tmp_path / f"{rank}.json").is_file(), ended[rank].text
         results = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert results["1"][0] == results["0"][0]  # the same bits as without
-        assert results["1"][0] == pytest.approx(plain, rel=1e-4)
-        for sharded, whole in zip(results["1"][1], records, strict=True):
-            assert sharded == pytest.approx(whole, rel=1e-2, abs=1e-4)
-        # before the first update nothing has drifted yet
-        assert results["1"][1][0] == pytest.approx(records[0], rel=1e-4, abs=1e-6)
+        for dp_shard in (1, 2):
+            losses, found = results[f"{dp_shard}, 1"]
+            assert losses == results[f"{dp_shard}, 0"][0]  # the same bits as without
+            assert losses == pytest.approx(plain, rel=1e-4)
+            for sharded, whole in zip(found, records, strict=True):
+                assert sharded == pytest.approx(whole, rel=1e-2, abs=1e-4)
+            # before the first update nothing has drifted yet
+            assert found[0] == pytest.approx(records[0], rel=1e-4, abs=1e-6)
