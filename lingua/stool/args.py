@@ -31,7 +31,7 @@ class ResourceArgs:
     exclude: str = ""  # nodes not to run on
     nodelist: str = ""  # nodes to run on
     gres: str = ""  # instead of --gpus-per-node, where GPUs are asked for by kind: gpu:a100:8
-    sbatch: dict[str, str] = field(default_factory=dict)  # any other sbatch option: sbatch.mail-type=END
+    sbatch: dict[str, str] = field(default_factory=dict)  # any other option: sbatch.mail-type=END sbatch.exclusive=true
     srun: list[str] = field(default_factory=list)  # more options for srun, such as --mpi=pmix
     setup: list[str] = field(default_factory=list)  # shell lines before Python starts: module load ..., export ...
 
@@ -50,15 +50,16 @@ class ResourceArgs:
         """Training processes on each node."""
         return self.tasks_per_node or max(1, self.ngpu)
 
-    def sbatch_options(self) -> dict[str, str]:
-        """sbatch options by their long name, without the values that are left to the cluster."""
+    def sbatch_options(self) -> dict[str, str | bool]:
+        """sbatch options by their long name, without the values that are left to the cluster; True has no value."""
         names = ("mem", "time", "partition", "account", "qos", "constraint", "exclude", "nodelist", "gres")
-        options = {name: getattr(self, name) for name in names if getattr(self, name)}
+        options: dict[str, str | bool] = {name: getattr(self, name) for name in names if getattr(self, name)}
         if self.ngpu and not self.gres:
             options["gpus-per-node"] = str(self.ngpu)
         if self.cpus:
             options["cpus-per-task"] = str(self.cpus)
-        return options | {key.replace("_", "-"): str(value) for key, value in self.sbatch.items()}
+        others = {key.replace("_", "-"): value for key, value in self.sbatch.items()}
+        return options | {key: True if value.lower() == "true" else value for key, value in others.items()}
 
 
 @dataclass

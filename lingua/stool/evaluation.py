@@ -48,7 +48,7 @@ def launch_evaluation(run_folder: str | Path, checkpoint_folder: str | Path) -> 
             return  # of an earlier start, which went back to a checkpoint before this one
         if isinstance(checkpoint, str):
             checkpoint = Path(checkpoint)
-        (checkpoint / LEASE).write_text(json.dumps({"until": time.time() + LEASE_S, "host": os.uname().nodename}))
+        _hold(checkpoint)
         request.parent.mkdir(parents=True, exist_ok=True)
         records.write_json(request, {"state": REQUESTED, "checkpoint": str(checkpoint)})
     except Exception as error:
@@ -77,6 +77,7 @@ def serve(run: Path, launch: dict[str, Any]) -> None:
                 now["state"] = SUBMITTED if now["state"] == REQUESTED else now["state"]
                 records.write_json(_file(run, step), now | {"job": job})
         except Exception as error:
+            release(evaluation["checkpoint"])
             _update(run, step, state=FAILED, reason=f"could not be submitted: {error}")
             print(f"evaluation of {step} could not be submitted: {error}", flush=True)
 
@@ -116,32 +117,39 @@ def run_evaluation(run: str, step: str) -> None:
         _update(folder, step, state=RUNNING)
         with log_path.open("ab") as file:
             code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT).returncode
-    if code:
-        reason = f"exit status {code}: {records.last_line(log_path)}"
-        _update(folder, step, state=FAILED, reason=reason)
-    else:
-        _update(folder, step, state=DONE)
     release(checkpoint)
-    if code:
+    if not code:
+        _update(folder, step, state=DONE)
+    else:
+        _update(folder, step, state=FAILED, reason=f"exit status {code}: {records.last_line(log_path)}")
         raise SystemExit(code if code > 0 else 128 - code)
 
 
 def evaluate_again(run: Path) -> None:
     """Submit the evaluations that failed or were asked for but never submitted. Raises UserError."""
+    from lingua.storage import as_path
+
     run = run.absolute()
     launch = records.read_launch(run)
     if not launch["args"]["eval"]["script"]:
         raise UserError(f"{run} was launched without eval.script")
     for step, found in evaluations(run).items():
         if found["state"] == FAILED:
+            if as_path(found["checkpoint"]).is_dir():
+                _hold(as_path(found["checkpoint"]))
             _update(run, step, state=REQUESTED, reason="")
     serve(run, launch)
     for step, found in evaluations(run).items():
         print(f"{step}: {found['state'].lower()} {found.get('reason', '')}".rstrip())
 
 
+def _hold(checkpoint: Path) -> None:
+    until = time.time() + LEASE_S
+    (checkpoint / LEASE).write_text(json.dumps({"until": until, "host": os.uname().nodename}))
+
+
 def release(checkpoint: str) -> None:
-    """Let a checkpoint be removed again."""
+    """Let a checkpoint be removed again, also after a failure: else a probe that never works would fill the disk."""
     from lingua.storage import as_path
 
     with contextlib.suppress(OSError):

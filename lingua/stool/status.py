@@ -151,7 +151,7 @@ def logs(run: Path, rank: int | None, follow: bool) -> None:
     path = _log(run, rank)
     if path is None and not follow:
         raise UserError(f"{run}: nothing has been printed yet; its state is {run_state(run)}")
-    position, last_check, state = 0, time.monotonic(), None
+    position, last_check, state = 0, time.monotonic(), records.RUNNING
     while True:
         newest = _log(run, rank)
         if newest != path:

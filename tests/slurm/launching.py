@@ -28,11 +28,17 @@ class Launcher:
         self.cluster, self.corpus, self.folder = cluster, corpus, folder
         self.environment = {**environment(), **cluster.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-    def stool(self, *words: object, **options: Any) -> subprocess.CompletedProcess:
-        """One command."""
+    def stool(self, *words: object, background: bool = False, **options: Any) -> Any:
+        """One command: what it did, or with ``background`` its process."""
         command = [sys.executable, "-m", "lingua.stool", *map(str, words)]
-        settings = {"cwd": ROOT, "env": self.environment, "capture_output": True, "text": True, "timeout": 120}
-        return subprocess.run(command, **settings | options)
+        settings = {"cwd": ROOT, "env": self.environment, "text": True} | options
+        if background:
+            return subprocess.Popen(command, stdout=subprocess.PIPE, **settings)
+        return subprocess.run(command, capture_output=True, timeout=120, **settings)
+
+    def client_error(self, *command: str) -> str:
+        """What one of SLURM's own commands says on its standard error."""
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60).stderr
 
     def words(self, name: str, *own: str, **changes: object) -> list[str]:
         """The words that launch a tiny CrossBERT in ``folder/name``: ``own`` for the launch, changes of its config."""

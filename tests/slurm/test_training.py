@@ -47,7 +47,7 @@ def saved_steps(run: Path) -> list[int]:
 
 
 def test_a_run_goes_on_after_preemption_and_after_a_requeue(launcher: Launcher, tmp_path: Path) -> None:
-    steps = {"steps": 300, "logging__every": 5, "validation__every": 1000, "checkpoint__dump__every": 1000}
+    steps = {"steps": 200, "logging__every": 5, "validation__every": 1000, "checkpoint__dump__every": 1000}
     run = launcher.launch("run", "nodes=2", "partition=low", **steps)
     launcher.wait_for_step(run, 20)
     launcher.cluster.call("sbatch", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3")
@@ -61,7 +61,7 @@ def test_a_run_goes_on_after_preemption_and_after_a_requeue(launcher: Launcher, 
     assert launcher.slurm_state(run) == "COMPLETED"
     stopped, resumed, stopped_again, resumed_again = saved_steps(run)
     assert (resumed, resumed_again) == (stopped, stopped_again)
-    assert 20 <= stopped < stopped_again < 300
+    assert 20 <= stopped < stopped_again < 200
     assert losses(run) == losses(torchrun(launcher.corpus, tmp_path / "reference", 2, **steps))
 
 
