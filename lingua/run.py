@@ -28,6 +28,7 @@ from lingua.metrics import Console, Metrics, log_file_only, start_logging
 from lingua.optim import OptimArgs, Optimizer, learning_rate
 from lingua.saving import CheckpointArgs, Checkpointer
 from lingua.source import TokenSource
+from lingua.stool import launch_evaluation
 from lingua.storage import as_path
 from lingua.tokenizer import build_tokenizer, save_copy
 from lingua.transformer import TransformerArgs
@@ -254,7 +255,12 @@ class Run:
         Exit status after a signal: 128 + its number (130 for Ctrl-C), with everything saved.
         """
         self.model, self.optimizer = model, optimizer
-        self._checkpointer = Checkpointer(self._root, self.args.checkpoint, self.world.saving)
+        self._checkpointer = Checkpointer(
+            self._root,
+            self.args.checkpoint,
+            self.world.saving,
+            completed=lambda folder: launch_evaluation(self.folder, folder),
+        )
         done = self._restore()
         if done > optimizer.steps:
             raise UserError(f"{self.folder} has {done} steps done already, this config asks for {optimizer.steps}")
