@@ -51,10 +51,11 @@ def nearest(
 
 def _smallest(far_BT: Tensor, k: int) -> Tensor:
     """Indices [B, k] of the smallest numbers of each row, smallest first, lower index on ties."""
-    value_BK, index_BK = far_BT.topk(k, largest=False)
+    value, index = far_BT.topk(min(k + 1, far_BT.shape[1]), largest=False)
+    value_BK, index_BK = value[:, :k], index[:, :k].contiguous()
     # topk breaks ties as it likes. Where they cross k, take all that are nearer and the first of the tied.
-    kth_B1 = value_BK.amax(1, keepdim=True)
-    crossing_B = (far_BT <= kth_B1).sum(1) > k
+    kth_B1 = value_BK[:, -1:]
+    crossing_B = (value[:, k:] == kth_B1).any(1)
     if crossing_B.any():
         far, kth = far_BT[crossing_B], kth_B1[crossing_B]
         place_T = torch.arange(far_BT.shape[1], device=far.device)

@@ -26,7 +26,8 @@ class RidgePath:
     def __init__(self, x_ND: Tensor, y_NC: Tensor, intercept: bool = False, standardize: bool = False) -> None:
         n, d = x_ND.shape
         y_NC = y_NC.to(x_ND.device, torch.float64)
-        self.shift_D, self.scale_D = y_NC.new_zeros(d), y_NC.new_ones(d)
+        self.shift_D: Tensor | None = None
+        self.scale_D: Tensor | None = None
         self.offset_C = y_NC.mean(0) if intercept else y_NC.new_zeros(y_NC.shape[1])
         chunks = x_ND.split(CHUNK_ROWS)
         if intercept or standardize:
@@ -62,7 +63,9 @@ class RidgePath:
             yield x_MD @ self.weights(penalty) + self.offset_C
 
     def _scaled(self, x_ND: Tensor) -> Tensor:
-        return (x_ND.double() - self.shift_D) / self.scale_D
+        x_ND = x_ND.double()
+        x_ND = x_ND if self.shift_D is None else x_ND - self.shift_D
+        return x_ND if self.scale_D is None else x_ND / self.scale_D
 
 
 def _square(x_ND: Tensor) -> Tensor:
