@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 # A resumed run may change these: they do not touch the mathematics. Everything else only by resume.allow.
 FREE_TO_CHANGE = (
     "dump_dir", "micro_rows", "compile", "distributed", "logging", "checkpoint", "validation", "resume",
+    "model.attention",
     "data.root_dir", "data.validation", "data.prefetch", "data.cache_dir", "data.cache_gb", "optim.max_nonfinite",
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lingua import checkpoint, resume
 from lingua.args import to_dict, to_yaml
+from lingua.attention import check_attention
 from lingua.data import DataArgs, Position, Rows, TokenStream
 from lingua.distributed import DistributedArgs, pick_dtype, precision, start
 from lingua.errors import UserError
@@ -136,6 +137,9 @@ class Run:
         # Collectives may take longer than the watchdog waits: it knows better whom to name.
         self.world = start(2 * args.distributed.timeout + 30)
         self.dtype = pick_dtype(args.dtype, self.world.device)
+        model, device = args.model, self.world.device
+        isolated = args.data.isolate_documents
+        check_attention(model.attention, isolated, model.head_sizes(), device, self.dtype, args.compile)
         self._watchdog = Watchdog(self.world, args.distributed.timeout)
         self._interrupt = Interrupt(self.world)
         self._closing = ExitStack()

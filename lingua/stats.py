@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from lingua import transformer
+from lingua.attention import DocumentMask, Mask
 from lingua.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ def forward_statistics(
 
         return hook
 
-    def see_attention(q_BSHK: Tensor, k_BTHK: Tensor, mask: Tensor | None) -> None:
+    def see_attention(q_BSHK: Tensor, k_BTHK: Tensor, mask: Mask | None) -> None:
         names = ("entropy", "entropy_lowest_head", "logit_max")
         values = attention_statistics(q_BSHK, k_BTHK, mask)
         found.update({f"attention/{inside}/{name}": value for name, value in zip(names, values, strict=True)})
@@ -203,7 +204,7 @@ def _rms_and_max(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.vector_norm(x) / x.numel() ** 0.5, x.abs().amax()
 
 
-def attention_statistics(q_BSHK: Tensor, k_BTHK: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def attention_statistics(q_BSHK: Tensor, k_BTHK: Tensor, mask: Mask | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Of the attention that :func:`lingua.attention.attention` computes from the same arguments.
 
     Queries that may look nowhere are left out.
@@ -212,6 +213,7 @@ def attention_statistics(q_BSHK: Tensor, k_BTHK: Tensor, mask: Tensor | None = N
         scalars: mean entropy in nats over queries and heads; that of the head where it is lowest; largest absolute
         logit.
     """
+    mask = mask.dense() if isinstance(mask, DocumentMask) else mask
     wide = torch.promote_types(q_BSHK.dtype, torch.float32)
     entropy_H = torch.zeros(q_BSHK.shape[2], dtype=wide, device=q_BSHK.device)
     queries, largest = torch.zeros_like(entropy_H[0]), torch.zeros_like(entropy_H[0])
@@ -236,7 +238,7 @@ def _attention_seen_by(see: Callable[[Tensor, Tensor, Tensor | None], None]) -> 
     """Show queries, keys and mask of every attention to ``see``; the blocks know no hook for what is inside them."""
     computed = transformer.attention
 
-    def seen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    def seen(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *args: Any, **kwargs: Any) -> Tensor:
         see(q, k, mask)
         return computed(q, k, v, mask, *args, **kwargs)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lingua.attention import attention
+from lingua.attention import BACKENDS, Mask, attention
 from lingua.errors import UserError, check_fields
 from lingua.hashing import counter_hash, text_hash
 
@@ -35,6 +35,7 @@ class TransformerArgs:
     init_std: float = 0.02  # standard deviation of every weight at the start (Appendix I)
     init_truncate: float = 0.0  # redraw weights beyond this many standard deviations; 0: keep all (not in the paper)
     init_residual: bool = False  # divide the std of wo and w2 by sqrt(2 layers), as GPT-2 does (not in the paper)
+    attention: str = "auto"  # within documents: sdpa, flex, varlen or xformers; auto: flex on a GPU, sdpa on a CPU
 
     def __post_init__(self) -> None:
         checks = {
@@ -49,7 +50,13 @@ class TransformerArgs:
             "init_truncate": (0.0 <= self.init_truncate < math.inf, "a finite number, 0 (keep all) or more"),
         }
         check_fields("model", self, checks)
+        if self.attention not in BACKENDS:
+            raise UserError(f"model.attention={self.attention}: expected one of {', '.join(BACKENDS)}")
         check_heads("model", self.dim, self.n_heads)
+
+    def head_sizes(self) -> list[int]:
+        """Of all attention layers."""
+        return [self.dim // self.n_heads]
 
 
 def check_heads(name: str, dim: int, n_heads: int) -> None:
@@ -106,7 +113,7 @@ class SelfAttention(nn.Module):
         self.wqkv = nn.Linear(dim, 3 * dim, bias=False)
         self.wo = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         B, S, _ = x_BSD.shape
         qk, v = self.wqkv(x_BSD).view(B, S, 3 * self.n_heads, self.head_dim).split((2 * self.n_heads, self.n_heads), 2)
         q, k = apply_rotary(qk, *rotary).chunk(2, dim=2)
@@ -133,7 +140,7 @@ class CrossAttention(nn.Module):
         source_BTD: Tensor,
         rotary: tuple[Tensor, Tensor],
         source_rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
     ) -> Tensor:
         B, S, _ = x_BSD.shape
         q = self.wq(x_BSD).view(B, S, self.n_heads, self.head_dim)
@@ -166,7 +173,7 @@ class EncoderBlock(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn = FeedForward(args.dim, args.ffn_dim)
 
-    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, mask)
         return x_BSD + self.ffn(self.ffn_norm(x_BSD))
 
@@ -181,9 +188,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(EncoderBlock(args) for _ in range(args.n_layers))
         self.norm = RMSNorm(args.dim, eps=args.norm_eps)
 
-    def states(
-        self, tokens_BS: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
-    ) -> Iterator[Tensor]:
+    def states(self, tokens_BS: Tensor, positions: Tensor | None = None, mask: Mask | None = None) -> Iterator[Tensor]:
         """Yield the residual stream [B, S, D] before the first block and after each, without final norm."""
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
@@ -194,7 +199,7 @@ class Encoder(nn.Module):
             x_BSD = layer(x_BSD, rotary, mask)
             yield x_BSD
 
-    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, mask: Mask | None = None) -> Tensor:
         """Final states, normed.
 
         Args:
@@ -273,7 +278,7 @@ class PredictorBlock(nn.Module):
         source_BTD: Tensor,
         rotary: tuple[Tensor, Tensor],
         source_rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
     ) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), source_BTD, rotary, source_rotary, mask)
         return x_BSD + self.ffn(self.ffn_norm(x_BSD))
@@ -299,7 +304,7 @@ class Predictor(nn.Module):
         # The output matrix is the embedding, of the encoder's width.
         self.out = nn.Identity() if dim == encoder.dim else nn.Linear(dim, encoder.dim, bias=False)
 
-    def forward(self, visible_BTD: Tensor, visible_BT: Tensor, hidden_BM: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, visible_BTD: Tensor, visible_BT: Tensor, hidden_BM: Tensor, mask: Mask | None = None) -> Tensor:
         """Predicted states of the hidden positions.
 
         Args:

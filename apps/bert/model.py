@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lingua.attention import document_mask
 from lingua.flops import ForwardFlops, block_flops, matrix_parameters, product_flops, stack_flops
 from lingua.loss import LossSum, cross_entropy
-from lingua.masking import View, documents, hidden_count, same_document, target_weights
+from lingua.masking import View, documents, hidden_count, target_weights
 from lingua.transformer import Encoder, TransformerArgs, init_weights
 
 
@@ -52,7 +53,7 @@ class Bert(nn.Module):
         mask = None
         if self.document_start is not None:
             documents_BS = documents(tokens_BS, self.document_start)
-            mask = same_document(documents_BS, documents_BS)
+            mask = document_mask(self.args.attention, documents_BS, documents_BS)
         x_BSD = self.encoder(inputs_BS, mask=mask)
         x_BMD = x_BSD.gather(1, view.hidden_BM[..., None].expand(-1, -1, x_BSD.shape[-1]))
         targets_BM = tokens_BS.gather(1, view.hidden_BM)

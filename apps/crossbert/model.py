@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from lingua.attention import document_mask
 from lingua.flops import ForwardFlops, block_flops, matrix_parameters, product_flops, stack_flops
 from lingua.loss import LossSum, cross_entropy
-from lingua.masking import View, documents, hidden_count, same_document, target_weights
+from lingua.masking import View, documents, hidden_count, target_weights
 from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs, init_weights
 
 
@@ -17,6 +18,12 @@ class CrossBertArgs(TransformerArgs):
     """Shape of encoder and predictor."""
 
     predictor: PredictorArgs = field(default_factory=PredictorArgs)
+
+    def head_sizes(self) -> list[int]:
+        """Of all attention layers, the predictor's too."""
+        dim = self.dim if self.predictor.dim == -1 else self.predictor.dim
+        n_heads = self.n_heads if self.predictor.n_heads == -1 else self.predictor.n_heads
+        return [*super().head_sizes(), dim // n_heads]
 
 
 class CrossBert(nn.Module):
@@ -58,8 +65,9 @@ class CrossBert(nn.Module):
         if self.document_start is not None:
             documents_BS = documents(tokens_BS, self.document_start)
             visible_documents_BT = documents_BS.gather(1, view.visible_BT)
-            encoder_mask = same_document(visible_documents_BT, visible_documents_BT)
-            predictor_mask = same_document(documents_BS.gather(1, view.hidden_BM), visible_documents_BT)
+            hidden_documents_BM = documents_BS.gather(1, view.hidden_BM)
+            encoder_mask = document_mask(self.args.attention, visible_documents_BT, visible_documents_BT)
+            predictor_mask = document_mask(self.args.attention, hidden_documents_BM, visible_documents_BT)
         visible_BTD = self.encoder(tokens_BS.gather(1, view.visible_BT), view.visible_BT, encoder_mask)
         x_BMD = self.predictor(visible_BTD, view.visible_BT, view.hidden_BM, predictor_mask)
         targets_BM = tokens_BS.gather(1, view.hidden_BM)
