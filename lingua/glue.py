@@ -11,13 +11,14 @@ STS-B and others. Evaluation uses the labelled development sets; the labels of t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lingua.download import fetch, list_repository
 from lingua.errors import UserError
 from lingua.samples import whole_groups
+from lingua.scores import METRICS
 from lingua.tables import file_digest, read_rows, tsv_lines
 from lingua.tasks import Split, Task, check_limits, number_labels
 
@@ -37,6 +38,11 @@ class GlueTask:
     validation: str = "validation"
     header: bool = True
     average: bool = True  # whether it counts in the mean of the eight
+
+    @property
+    def kind(self) -> str:
+        """Which of ``lingua.scores.METRICS`` it has."""
+        return {0: "regression", 2: "binary"}.get(len(self.classes), "classification")
 
 
 _ENTAILMENT = ("entailment", "not_entailment")
@@ -78,9 +84,16 @@ class GlueArgs:
     max_train_rows: int = -1  # most training rows of each task, a seeded subset; -1: all
     max_test_rows: int = -1  # most rows of each development set; -1: all
     seed: int = 0  # of the subsets
+    metrics: dict[str, str] = field(default_factory=dict)  # primary scores other than the usual: {mrpc: f1}
 
     def __post_init__(self) -> None:
         check_limits("glue", self)
+        for name, metric in self.metrics.items():
+            if name not in GLUE:
+                raise UserError(f"glue.metrics.{name}: expected one of {', '.join(GLUE)}")
+            known = METRICS[GLUE[name].kind]
+            if metric not in known:
+                raise UserError(f"glue.metrics.{name}={metric}: expected one of {', '.join(known)}")
 
 
 def load_glue(name: str, args: GlueArgs) -> Task:
@@ -96,8 +109,10 @@ def load_glue(name: str, args: GlueArgs) -> Task:
         if rows.left_out:
             left_out[rows.paths[0]] = rows.left_out
     kind = "classification" if task.classes else "regression"
+    first = args.metrics.get(name, task.metrics[0])
+    metrics = (first, *(metric for metric in task.metrics if metric != first))
     return number_labels(
-        Task(name, kind, task.metrics, *splits, list(task.classes), average=task.average, left_out=left_out)
+        Task(name, kind, metrics, *splits, list(task.classes), average=task.average, left_out=left_out)
     )
 
 

@@ -79,6 +79,18 @@ def test_class_numbers_are_the_hubs(official: Path, hub: Path) -> None:
     assert task.train.y.tolist() == pytest.approx([i % 6 * 0.8 for i in range(ROWS)])
 
 
+def test_the_primary_metric_is_a_field(official: Path) -> None:
+    args = GlueArgs(path=str(official), metrics={"mrpc": "f1", "stsb": "pearson", "rte": "f1", "mnli": "macro_f1"})
+    assert load_glue("mrpc", args).metrics == ("f1", "accuracy")
+    assert load_glue("stsb", args).metrics == ("pearson", "spearman")
+    assert load_glue("rte", args).metrics == ("f1", "accuracy")
+    assert load_glue("qqp", args).metrics == ("accuracy", "f1")
+    with pytest.raises(UserError, match=r"glue.metrics.mnli=f1: expected one of accuracy, macro_f1, matthews"):
+        GlueArgs(metrics={"mnli": "f1"})
+    with pytest.raises(UserError, match=r"glue.metrics.boolq: expected one of cola"):
+        GlueArgs(metrics={"boolq": "f1"})
+
+
 def test_mismatched_is_evaluated_on_its_own_rows(official: Path) -> None:
     path = official / "MNLI/dev_mismatched.tsv"
     whole = path.read_bytes()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
 from lingua.knn import nearest
+from tests.support import run_command
 
 
 def test_nearest_breaks_ties_by_index_and_does_not_depend_on_the_chunks() -> None:
@@ -46,3 +49,24 @@ def test_tiles_change_nothing(distance: str) -> None:
 def test_k_may_be_all_rows() -> None:
     x = torch.tensor([[3.0], [1.0], [2.0]])
     assert nearest(x, torch.tensor([[0.0]]), 3, "l2", tile_rows=2).tolist() == [[1, 2, 0]]
+
+
+MEMORY = """
+import resource, torch
+from lingua.knn import nearest
+from tests.support import run_command
+torch.set_num_threads(1)
+x, queries = torch.rand(60_000, 8), torch.rand(4_000, 8)
+nearest(x[:20_000], queries[:100], 10, "l2")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = nearest(x, queries, 10, "l2")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, found[17].tolist())
+assert torch.equal(found[17], (x.double() - queries[17].double()).square().sum(1).sort(stable=True).indices[:10])
+"""
+
+
+def test_all_distances_are_never_in_memory_at_once() -> None:
+    """60,000 x 4,000 of them would take 1.9 GB."""
+    done = run_command([sys.executable, "-c", MEMORY])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) < 500_000  # KiB
