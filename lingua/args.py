@@ -46,6 +46,8 @@ def parse(cls: type[T], argv: list[str]) -> T:
             raise UserError(f"argument {word!r} is not of the form key=value (see --help)")
         if key == "config":
             path = value
+        elif value.startswith(("*", "&", "%", "@", "`")):  # a glob, say: YAML would take it for something else
+            words.append(f"{key}='{value.replace(chr(39), 2 * chr(39))}'")
         else:
             words.append(word)
     layers = [] if path is None else [(path, read_yaml(path))]

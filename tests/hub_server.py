@@ -15,12 +15,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class HubServer:
     """Serves ``root/OWNER/NAME/**`` as repositories; drops the connection in the middle of the first ``drops`` files.
 
-    ``asked`` lists what was downloaded: (file, first byte).
+    ``asked`` lists what was downloaded: (file, first byte); ``revisions`` were asked for, ``commit`` is the newest.
     """
 
     def __init__(self, root: Path, drops: int = 0) -> None:
         self.root, self.drops = root, drops
+        self.commit = COMMIT
         self.asked: list[tuple[str, int]] = []
+        self.revisions: set[str] = set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -51,6 +53,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             if parts[0] == "api":
                 self._info("/".join(parts[2:4]))
             elif len(parts) > 4 and parts[2] == "resolve":
+                hub.revisions.add(parts[3])
                 self._file("/".join(parts[:2]), "/".join(parts[4:]), with_body)
             else:
                 self._send(404, b"", {})
@@ -62,7 +65,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 return
             files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
             siblings = [{"rfilename": file} for file in files]
-            answer = {"id": repo, "sha": COMMIT, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
+            answer = {"id": repo, "sha": hub.commit, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
             self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
         def _file(self, repo: str, file: str, with_body: bool) -> None:
@@ -71,7 +74,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
                 return
             data = path.read_bytes()
-            headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": hub.commit}
             headers["Accept-Ranges"] = "bytes"
             asked = self.headers.get("Range")
             first = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0

@@ -9,6 +9,7 @@ import pytest
 
 from lingua.args import build, cli, help_text, parse, to_yaml
 from lingua.errors import UserError
+from lingua.tokenizer import TokenizerArgs
 from tests.support import ROOT
 
 
@@ -39,6 +40,11 @@ def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
     file.write_text("path: a\nrate: 1.5\ninner: {width: 16}\n")
     args = parse(Outer, ["inner.width=32", f"config={file}", "inner.names.x=2"])
     assert args == Outer(path="a", rate=1.5, steps=None, inner=Inner(width=32, names={"x": 2.0}))
+
+
+@pytest.mark.parametrize("value", ["*.jsonl", "*/a'b.txt", "&x", "%41", "@all", "`x`"])
+def test_a_glob_is_text(value: str) -> None:
+    assert parse(TokenizerArgs, ["name=hf", f"path={value}"]).path == value
 
 
 def test_resolved_yaml_gives_the_same_args(tmp_path: Path) -> None:

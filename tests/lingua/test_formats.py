@@ -94,7 +94,8 @@ def test_a_file_cut_anywhere_is_an_error(tmp_path, name):
     write(path, [f"text {i * i}" for i in range(200)])
     whole = path.read_bytes()
     assert len(read(path)) == 200
-    for size in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 9, len(whole) - 1):
+    # 8 bytes are the end marker of an Arrow stream, without which its reader sees nothing missing
+    for size in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 9, len(whole) - 8, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(UserError, match=rf"a{ending}: cannot be read after line \d+: .*damaged or incomplete"):
             read(path, on_error="skip")

@@ -92,6 +92,26 @@ def test_a_large_file_is_read_on_from_where_it_broke(tmp_path):
     assert [first > 0 for _, first in server.asked] == [False, True, True]
 
 
+def test_a_download_goes_on_with_the_commit_it_began_with(tmp_path):
+    """Although the repository has changed since."""
+    repo = tmp_path / "hub/someone/moves"
+    repo.mkdir(parents=True)
+    for i in range(3):
+        write_parquet(repo / f"{i}.parquet", [f"text {i}"] * 9)
+    words = ("mine", "repo=someone/moves", "files=*.parquet", "tokenizer.name=bytes", "valid_fraction=0")
+    with HubServer(tmp_path / "hub") as server:
+        variables = {"HF_ENDPOINT": server.url, "HF_HOME": f"{tmp_path}/home"}
+        done = run("download_prepare_hf_data", *words, f"out={tmp_path}/a", "fraction=0.3", **variables)
+        assert done.returncode == 0, done.stderr
+        server.commit = "f" * 40
+        write_parquet(repo / "3.parquet", ["new"] * 9)
+        done = run("download_prepare_hf_data", *words, f"out={tmp_path}/b", **variables)
+        assert done.returncode == 0, done.stderr
+        assert server.revisions == {COMMIT}
+        assert len({file for file, _ in server.asked}) == 3
+    assert load_manifest(tmp_path / "b/mine/train").documents == 27
+
+
 @pytest.mark.parametrize(("name", "files"), [("fineweb_edu", 4), ("dclm_baseline_1.0", 2)])
 def test_a_local_folder_in_place_of_the_hub(hub, tmp_path, name, files):
     repo = hub / ("mlfoundations/dclm-baseline-1.0" if "dclm" in name else FINEWEB)
