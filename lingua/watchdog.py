@@ -71,14 +71,22 @@ class Watchdog:
             return
         is_mistake = isinstance(error, UserError)
         text = f"error: {error}" if is_mistake else "".join(traceback.format_exception(error)).strip()
-        verdict = self._wait_for_verdict() if any(word in str(error) for word in CONSEQUENCES) else None
+        verdict = None
+        if any(word in str(error) for word in CONSEQUENCES):
+            verdict = self._wait_for_verdict(self.silence + 4 * self.interval)
+        elif is_mistake and not self.world.is_first:  # often every rank meets the same one: the first is to say it
+            verdict = self._wait_for_verdict(2 * self.interval)
         if verdict is None:
             self._stopped.set()  # this thread speaks for the rank from here on
-            verdict = self._ask(lambda: self._store.compare_set(FAILED, "", f"{self.name}: {text}").decode())
-        self._end(text if verdict in (None, f"{self.name}: {text}") else verdict, 2 if is_mistake else 1)
+            own = f"{self.name}: {text}"
+            verdict = self._ask(lambda: self._store.compare_set(FAILED, "", own).decode())
+            verdict = None if verdict == own else verdict
+        if verdict is not None and verdict.endswith(text):
+            verdict, text = None, text if self.world.is_first else ""
+        self._end(text if verdict is None else f"stopping, because of {verdict}", 2 if is_mistake else 1)
 
-    def _wait_for_verdict(self) -> str | None:
-        deadline = time.monotonic() + self.silence + 4 * self.interval
+    def _wait_for_verdict(self, seconds: float) -> str | None:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._ask(lambda: self._store.check([FAILED])):
                 return self._ask(lambda: self._store.get(FAILED).decode())
@@ -95,19 +103,11 @@ class Watchdog:
 
     def _end(self, text: str, status: int) -> None:
         self._ending.acquire()  # whichever thread comes first speaks
-        same = text.startswith("error: ") and not self.world.is_first and self._rank_0_says(text)
-        if not same:
-            own = text.startswith(("error: ", "Traceback"))
-            prefix = f"[rank {self.world.rank}] " + ("" if own else "stopping, because of ")
-            print(prefix + text, file=sys.stderr, flush=True)
+        if text:
+            print(f"[rank {self.world.rank}] {text}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         time.sleep(2 * self.interval if self.world.is_first else 0)  # the store lives here: let the others read it
         os._exit(status)
-
-    def _rank_0_says(self, text: str) -> bool:
-        """Whether the same mistake was met on rank 0, which then prints it alone."""
-        verdict = self._ask(lambda: self._store.get(FAILED).decode()) or ""
-        return verdict.startswith("rank 0 ") and verdict.endswith(text)
 
     def _guard(self) -> None:
         """End this rank when its requests to rank 0 hang, which has been stopped or lost its network."""
@@ -117,7 +117,8 @@ class Watchdog:
             waited = waited + 1 if self._beat == beat else 0
             beat = self._beat
             if waited * self.interval > self.silence + self.interval:
-                self._end(f"rank 0, which has not answered for {waited * self.interval:g} s (stopped? network?)", 1)
+                silent = waited * self.interval
+                self._end(f"stopping, because of rank 0, which has not answered for {silent:g} s (stopped?)", 1)
 
     def _watch(self) -> None:
         seen: dict[int, tuple[str, float]] = {}  # by rank: last sign of life, and when it changed
@@ -137,7 +138,7 @@ class Watchdog:
                     return
                 failed = "rank 0: its process is gone (killed? out of memory?)"
             if failed is not None and not self._stopped.is_set():
-                self._end(failed, 1)
+                self._end(f"stopping, because of {failed}", 1)
 
     def _judge(self, seen: dict[int, tuple[str, float]], moved: dict[int, tuple[str, float]]) -> str | None:
         """On rank 0: what is wrong with whom, if anything is; every rank reads it."""
