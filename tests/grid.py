@@ -1,0 +1,111 @@
+"""One rank of ``tests/lingua/test_distributed.py``: every parallel mode against the plain model, in one process group.
+
+``python -m tests.grid OUT.json MODES.json``, where a mode is a dict of DistributedArgs, plus ``compile`` and ``app``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from apps.bert.model import Bert, BertArgs
+from apps.crossbert.model import CrossBert, CrossBertArgs
+from lingua.distributed import (
+    DistributedArgs,
+    World,
+    full,
+    parallelize,
+    precision,
+    start,
+    sum_over_ranks,
+    sync_gradients,
+)  # fmt: skip
+from lingua.loss import LossSum
+from lingua.masking import complementary_views, split_positions
+from lingua.optim import OptimArgs, Optimizer
+from lingua.transformer import PredictorArgs
+
+SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 200, "init_std": 0.1}
+ROWS, STEPS = 8, 3
+
+
+def build(app: str) -> nn.Module:
+    with torch.device("meta"):
+        if app == "bert":
+            return Bert(BertArgs(**SHAPE), special_ids=(0,), seed=3)
+        return CrossBert(CrossBertArgs(**SHAPE, predictor=PredictorArgs(n_layers=1)), special_ids=(0,), seed=3)
+
+
+def run(app: str, world: World, args: DistributedArgs, dtype: torch.dtype, compile: bool) -> dict[str, Any]:
+    """Losses, gradient norms and final weights of three steps of two micro-batches a rank."""
+    torch.compiler.reset()
+    model = parallelize(build(app), world, args, dtype, compile)
+    optimizer = Optimizer(model, OptimArgs(lr=0.01, warmup=0, clip=0.5), STEPS)
+    losses, norms = [], []
+    for step in range(1, STEPS + 1):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(1, 200, (ROWS, 16), generator=generator)[world.rank :: world.size]
+        index = torch.arange(ROWS)[world.rank :: world.size] + ROWS * step
+        parts = []
+        half = len(index) // 2
+        for number, part in enumerate((slice(0, half), slice(half, None))):
+            views = complementary_views if app == "crossbert" else lambda *a: [split_positions(*a)]
+            (view,) = views(index[part], 16, 0.5, 0)
+            sync_gradients(model, when=number == 1)
+            with precision(dtype, world.device):
+                inputs = (tokens[part],) if app == "crossbert" else (tokens[part], tokens[part])
+                loss = model(*inputs, view)
+            loss.loss.backward()
+            parts.append(LossSum(loss.loss.detach(), loss.targets))
+        total = sum_over_ranks(LossSum(*(sum(column) for column in zip(*parts, strict=True))))
+        norms.append(float(optimizer.step(step, total)))
+        losses.append(float(total.loss / total.targets))
+    weights = {name: full(parameter.detach()).double() for name, parameter in model.named_parameters()}
+    tied = model.encoder.embedding.weight is dict(model.named_parameters())["encoder.embedding.weight"]
+    return {"losses": losses, "norms": norms, "weights": weights, "tied": tied}
+
+
+def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
+    return {
+        "losses": max(abs(x - y) for x, y in zip(a["losses"], b["losses"], strict=True)),
+        "norms": max(abs(x - y) for x, y in zip(a["norms"], b["norms"], strict=True)),
+        "weights": max(float((a["weights"][name] - b["weights"][name]).abs().max()) for name in a["weights"]),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    out, modes = Path(sys.argv[1]), json.loads(sys.argv[2])
+    world = start(60)
+    plain: dict[tuple[str, str], dict[str, Any]] = {}
+    results = []
+    for mode in modes:
+        app, dtype, compile = mode.pop("app"), mode.pop("dtype", "fp64"), mode.pop("compile", False)
+        kind = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        if (app, dtype) not in plain:
+            # Alone, as if there were no others; the sums over ranks then count everything world.size times.
+            alone = World(world.device)
+            real, dist.is_initialized = dist.is_initialized, lambda: False
+            plain[app, dtype] = run(app, alone, DistributedArgs(), kind, False)
+            dist.is_initialized = real
+        found = run(app, world, DistributedArgs(**mode), kind, compile)
+        results.append({**difference(found, plain[app, dtype]), "tied": found["tied"]})
+    facts = {"the data": {"made_up": "same"}, "the code": {"sha256": "a" if world.is_first else "b"}}
+    try:
+        world.check_same(facts)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    if world.is_first:
+        out.write_text(json.dumps({"results": results, "said": said}))
+    dist.barrier()
+    sys.stdout.flush()
+    import os
+
+    os._exit(0)

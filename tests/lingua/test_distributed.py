@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apps.crossbert.model import CrossBert, CrossBertArgs
+from lingua.distributed import DistributedArgs, World, find_ranks, first_host, parallelize, pick_dtype, precision
+from lingua.errors import UserError
+from lingua.masking import split_positions
+from lingua.transformer import PredictorArgs
+from tests.ranks import run_ranks
+
+BOUNDS = {"fp64": 1e-9, "bf16": 2e-2}  # bf16: gathered norm weights are rounded, and sums come in another order
+
+
+def run_grid(n: int, modes: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    out = folder / "grid.json"
+    for ended in run_ranks(n, ["-m", "tests.grid", str(out), json.dumps(modes)], folder / "out", 400):
+        assert ended.status == 0, ended.text
+    return json.loads(out.read_text())
+
+
+def check_grid(n: int, modes: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    found = run_grid(n, modes, folder)
+    for mode, result in zip(modes, found["results"], strict=True):
+        bound = BOUNDS[mode.get("dtype", "fp64")]
+        assert result["losses"] < bound, (mode, result)
+        assert result["norms"] < bound * 10, (mode, result)
+        assert result["weights"] < bound * 10, (mode, result)
+        assert result["tied"], mode
+    return found
+
+
+def test_parallel_modes_agree_with_the_plain_model_on_two_ranks(tmp_path: Path) -> None:
+    modes = [
+        {"app": "crossbert", "dp_shard": 1},
+        {"app": "crossbert", "dp_shard": 2},
+        {"app": "crossbert", "dp_shard": -1, "reshard_after_forward": False, "activation_checkpointing": "block"},
+        {"app": "bert", "dp_shard": 2, "activation_checkpointing": "selective"},
+        {"app": "bert", "dp_shard": 2, "dtype": "bf16"},
+    ]
+    said = check_grid(2, modes, tmp_path)["said"]
+    assert "the ranks disagree on the code: sha256 is 'a' on rank 0" in said
+    assert "'b' on rank 1" in said
+
+
+@pytest.mark.slow
+def test_parallel_modes_agree_with_the_plain_model_on_four_ranks(tmp_path: Path) -> None:
+    modes = [
+        {"app": app, "dp_shard": dp_shard, "activation_checkpointing": checkpointing}
+        for app in ("bert", "crossbert")
+        for dp_shard in (1, 2, 4)
+        for checkpointing in ("none", "selective", "block")
+    ]
+    check_grid(4, modes, tmp_path)
+
+
+@pytest.mark.slow
+def test_compiled_parallel_modes_agree_with_the_plain_model(tmp_path: Path) -> None:
+    modes = [
+        {"app": "crossbert", "dp_shard": dp_shard, "activation_checkpointing": checkpointing, "compile": True}
+        for dp_shard in (1, 2)
+        for checkpointing in ("none", "selective", "block")
+    ]
+    check_grid(2, [*modes, {"app": "bert", "dp_shard": 2, "compile": True, "dtype": "bf16"}], tmp_path)
+
+
+def tiny() -> CrossBert:
+    return CrossBert(CrossBertArgs(dim=32, n_layers=2, n_heads=2, vocab_size=50, predictor=PredictorArgs(n_layers=1)))
+
+
+@pytest.mark.parametrize("mode", ["selective", "block"])
+def test_activation_checkpointing_keeps_what_it_says(mode: str) -> None:
+    """Saved bytes shrink, gradients stay; selective saves the products and runs none of them twice."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.products += func is torch.ops.aten.mm.default
+            return func(*args, **(kwargs or {}))
+
+    def run(mode: str) -> tuple[int, int, list[torch.Tensor]]:
+        with torch.device("meta"):
+            model = tiny()
+        parallelize(
+            model, World(torch.device("cpu")), DistributedArgs(activation_checkpointing=mode), torch.float32, False
+        )
+        tokens = torch.arange(64).view(4, 16) % 50
+        saved: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with Count() as count:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = model(tokens, split_positions(torch.arange(4), 16, 0.5, 0))
+            loss.loss.backward()
+        return sum(saved.values()), count.products, [parameter.grad for parameter in model.parameters()]
+
+    plain_bytes, plain_products, plain_gradients = run("none")
+    saved_bytes, products, gradients = run(mode)
+    assert saved_bytes < plain_bytes
+    assert (products == plain_products) == (mode == "selective")
+    assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
+
+
+def test_a_meta_model_gets_the_weights_of_a_plain_one() -> None:
+    with torch.device("meta"):
+        model = tiny()
+    assert model.encoder.norm.weight.is_meta
+    parallelize(model, World(torch.device("cpu")), DistributedArgs(), torch.float32, False)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), tiny().state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("login1", "login1"),
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("a1,b[1-2]", "a1"),
+        ("rack[2,4]n[3-5]", "rack2n3"),
+        ("node-[001]", "node-001"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_NTASKS")
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*VARIABLES, *SLURM, "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_ranks_are_found_in_the_environment(clean: pytest.MonkeyPatch) -> None:
+    assert find_ranks() == (0, 1, 0, {})
+    clean.setenv("SLURM_NTASKS", "8")  # a batch script, or salloc: one process
+    clean.setenv("SLURM_PROCID", "0")
+    assert find_ranks() == (0, 1, 0, {})
+    for name, value in (("SLURM_STEP_NUM_TASKS", "8"), ("SLURM_PROCID", "5"), ("SLURM_LOCALID", "1")):
+        clean.setenv(name, value)
+    clean.setenv("SLURM_STEP_NODELIST", "gpu[07-08]")
+    clean.setenv("SLURM_JOB_ID", "123456")
+    rank, size, local, meeting = find_ranks()
+    assert (rank, size, local) == (5, 8, 1)
+    assert meeting["MASTER_ADDR"] == "gpu07"
+    assert 20000 <= int(meeting["MASTER_PORT"]) < 40000
+    clean.setenv("MASTER_PORT", "555")
+    assert find_ranks()[3]["MASTER_PORT"] == "555"
+    for name, value in zip(VARIABLES, ("3", "4", "1", "host", "1234"), strict=True):
+        clean.setenv(name, value)
+    assert find_ranks() == (3, 4, 1, {})  # torchrun, whatever started it
+
+
+def test_half_an_environment_is_named(clean: pytest.MonkeyPatch) -> None:
+    clean.setenv("RANK", "0")
+    with pytest.raises(UserError, match="has RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        find_ranks()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dp_shard": 0}, "dp_shard=0: expected -1"),
+        ({"activation_checkpointing": "all"}, "expected none, selective or block"),
+        ({"timeout": 0.0}, "timeout=0.0: expected a number of seconds above 0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+    ],
+)
+def test_wrong_settings_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        DistributedArgs(**values)
+
+
+def test_the_precision_is_what_was_asked_for() -> None:
+    cpu = torch.device("cpu")
+    assert pick_dtype("fp64", cpu) == torch.float64
+    with pytest.raises(UserError, match="dtype=fp16: expected auto, bf16, fp32, fp64"):
+        pick_dtype("fp16", cpu)
+    with precision(torch.bfloat16, cpu):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    with precision(torch.float32, cpu):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
