@@ -65,7 +65,7 @@ class ForwardFlops(NamedTuple):
 def stack_flops(layers: nn.ModuleList, width: int, queries: int, keys: int | None = None) -> ForwardFlops:
     """Forward FLOPs of a stack of blocks for one sequence.
 
-    Attention is counted dense, also under a mask: that is what the kernels compute.
+    Attention is counted over all pairs of positions. Kernels that skip pairs of different documents do less.
 
     Args:
         layers: the blocks; parameters may be sharded or on the meta device.

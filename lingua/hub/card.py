@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lingua.features import TextEncoder, run_folder
+from lingua.features import TextEncoder
 from lingua.hub.vocabulary import special_names
 from lingua.metrics import read_metrics
-from lingua.storage import as_path, is_local
+from lingua.storage import is_local
 from lingua.transformer import Predictor
 
 PAPER = (
@@ -18,15 +18,14 @@ PAPER = (
 
 
 def model_card(
-    name: str, license: str | None, loaded: TextEncoder, predictor: Predictor | None, checkpoint: Path, asked: str
+    name: str, license: str | None, loaded: TextEncoder, predictor: Predictor | None, run: Path, step: int
 ) -> str:
     """Markdown with the metadata the hub reads: what it is, how it was trained, how to use it, its scores.
 
     Args:
-        checkpoint: the checkpoint that is exported.
-        asked: what the user named, a run or that checkpoint.
+        run: the run folder.
+        step: of the checkpoint that is exported.
     """
-    run = run_folder(asked, checkpoint)
     kind = "BERT (masked language modelling)" if predictor is None else "the encoder of a CrossBERT"
     metadata = ["library_name: transformers"]
     metadata += [f"license: {license}"] if license else []
@@ -39,11 +38,11 @@ def model_card(
         "has since version 5: no remote code is needed.",
         _usage(name, loaded, predictor is None),
         "## Shape\n\n" + _table(_shape(loaded, predictor)),
-        "## Training\n\n" + _table(_training(loaded.config, run, checkpoint)),
+        "## Training\n\n" + _table(_training(loaded.config, run, step)),
         "Embeddings are means over all tokens of the last layer, after its norm; the encoder was not trained for "
         "similarity. A text longer than the training rows is cut.",
     ]
-    scores = _scores(run, checkpoint)
+    scores = _scores(run, step)
     if scores:
         parts.append("## Scores of the frozen encoder\n\n" + scores)
     return "\n\n".join(parts) + "\n"
@@ -85,8 +84,7 @@ def _shape(loaded: TextEncoder, predictor: Predictor | None) -> dict[str, Any]:
     return rows
 
 
-def _training(config: dict[str, Any], run: Path, checkpoint: Path) -> dict[str, Any]:
-    step = int(checkpoint.name)
+def _training(config: dict[str, Any], run: Path, step: int) -> dict[str, Any]:
     rows: dict[str, Any] = {"steps": f"{step:,}", "tokens in a row": config["data"]["seq_len"]}
     records = read_metrics(run / "metrics.jsonl") if is_local(run) else []
     record = next((r for r in records if r["step"] == step and "flops" in r), None)
@@ -108,9 +106,9 @@ def _training(config: dict[str, Any], run: Path, checkpoint: Path) -> dict[str, 
     return rows
 
 
-def _scores(run: Path, checkpoint: Path) -> str:
+def _scores(run: Path, step: int) -> str:
     """The tables of this checkpoint's evaluation, if there is one."""
-    found = as_path(run) / "eval" / checkpoint.name
+    found = run / "eval" / f"{step:010d}"
     if not (found / "results.json").is_file() or not (found / "results.md").is_file():
         return ""
     versions = json.loads((found / "results.json").read_text()).get("versions", {})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,7 @@ def export(args: ExportArgs) -> None:
             folder that has files already, or a hub that refuses.
     """
     to = Path(args.to)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"to={to}: is there already; give a new folder, or remove it")
+    check_new(to)
     optional("tokenizers", "export")
     folder = checkpoint.resolve(args.ckpt)
     with checkpoint.in_use(folder):
@@ -55,16 +57,35 @@ def export(args: ExportArgs) -> None:
         _check_expressed(config["model"], str(folder))
         predictor = load_predictor(folder, loaded.encoder, config["model"])
     library = to_library(loaded.tokenizer)
-    card = model_card(args.name or to.resolve().name, args.license, loaded, predictor, folder, args.ckpt)
-    try:
-        to.mkdir(parents=True, exist_ok=True)
-        _write(to, loaded.encoder, predictor, loaded.tokenizer, library, config, state)
-        (to / "README.md").write_text(card)
-    except OSError as error:
-        raise UserError(f"to={to}: cannot be written: {error.strerror or error}") from None
+    run = run_folder(args.ckpt, folder)
+    card = model_card(args.name or to.resolve().name, args.license, loaded, predictor, run, state["step"])
+    with whole_or_not(to) as partial:
+        _write(partial, loaded.encoder, predictor, loaded.tokenizer, library, config, state)
+        (partial / "README.md").write_text(card)
     print(f"{to}: written; AutoModel.from_pretrained({str(to)!r}) loads it")
     if args.push is not None:
         push(to, args.push, args.private)
+
+
+def check_new(to: Path) -> None:
+    """Raise UserError if something would be overwritten."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"to={to}: is there already; give a new folder, or remove it")
+
+
+@contextlib.contextmanager
+def whole_or_not(to: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the name ``to`` once all is written; what fails is removed."""
+    partial = to.with_name(to.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(to)
+    except OSError as error:
+        raise UserError(f"to={to}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check_expressed(model: dict[str, Any], where: str) -> None:

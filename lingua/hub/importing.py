@@ -13,7 +13,7 @@ from torch import nn
 from lingua.data import Position
 from lingua.errors import UserError
 from lingua.files import optional
-from lingua.hub.export import OURS
+from lingua.hub.export import OURS, check_new, whole_or_not
 from lingua.hub.exported import Exported, load_exported
 from lingua.hub.weights import from_source, read_source
 from lingua.saving import save
@@ -40,14 +40,11 @@ def import_model(args: ImportArgs) -> None:
         UserError: no such model, an architecture that ours does not cover, or a folder that has files already.
     """
     to = Path(args.to)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"to={to}: is there already; give a new folder, or remove it")
+    check_new(to)
     folder = _fetch(args.source)
     found = load_exported(folder) if (folder / OURS).is_file() else _foreign(folder, args.seq_len)
-    try:
-        _write_run(to, found)
-    except OSError as error:
-        raise UserError(f"to={to}: cannot be written: {error.strerror or error}") from None
+    with whole_or_not(to) as partial:
+        _write_run(partial, to, found)
     kind = "BERT" if found.predictor is None else "CrossBERT"
     print(f"{to}: a {kind} of {found.encoder.args.n_layers} layers; train on from it with init.path={to}")
 
@@ -96,9 +93,9 @@ def _fit_vocabulary(encoder: Encoder, tokenizer: Tokenizer, where: str) -> None:
     encoder.args.vocab_size = count
 
 
-def _write_run(to: Path, found: Exported) -> None:
-    to.mkdir(parents=True, exist_ok=True)
-    save_copy(found.tokenizer, to / "tokenizer")
+def _write_run(folder: Path, to: Path, found: Exported) -> None:
+    """Write the run into ``folder``, which will be called ``to``."""
+    save_copy(found.tokenizer, folder / "tokenizer")
     tokenizer: dict[str, Any] = asdict(found.tokenizer_args)
     if tokenizer["path"] is not None:
         tokenizer["path"] = str(to / "tokenizer" / ("" if tokenizer["name"] == "hf" else Path(tokenizer["path"]).name))
@@ -109,7 +106,7 @@ def _write_run(to: Path, found: Exported) -> None:
             "data": {"seq_len": found.about["seq_len"], "tokenizer": tokenizer},
         }
     )
-    (to / "config.yaml").write_text(config)
+    (folder / "config.yaml").write_text(config)
     parts: dict[str, Encoder | Predictor] = {"encoder": found.encoder}
     if found.predictor is not None:
         parts["predictor"] = found.predictor
@@ -121,4 +118,4 @@ def _write_run(to: Path, found: Exported) -> None:
         "stream_end": asdict(Position()),
     }
     nothing = torch.optim.SGD(model.parameters())  # a checkpoint has an optimizer; this one has no state
-    save(to / "checkpoints" / f"{0:010d}", model, nothing, state, config)
+    save(folder / "checkpoints" / f"{0:010d}", model, nothing, state, config)

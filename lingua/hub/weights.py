@@ -12,12 +12,15 @@ from torch import Tensor
 from lingua.errors import UserError
 from lingua.transformer import Encoder, TransformerArgs, ffn_width
 
-# Fields of a model's config that eurobert can express, or that matter before training only.
+# Fields of a model's config that eurobert can express, or that change nothing of what a trained encoder computes.
 EXPRESSED = {
     "dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "rope_theta", "norm_eps",
-    "init_std", "init_truncate", "init_residual", "predictor",
+    "init_std", "init_truncate", "init_residual", "attention", "predictor",
 }  # fmt: skip
 SOURCES = ("eurobert", "llama")  # architectures that can be imported
+NEEDED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "rms_norm_eps",
+)  # fmt: skip
 
 
 def to_eurobert(encoder: Encoder) -> dict[str, Tensor]:
@@ -110,9 +113,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def check_source(config: dict[str, Any], where: str) -> None:
     """Raise UserError if a model's config asks for what our encoder does not compute."""
-    kind, dim, heads = config.get("model_type"), config.get("hidden_size"), config.get("num_attention_heads")
+    kind = config.get("model_type")
     if kind not in SOURCES:
         raise UserError(f"{where}: model_type={kind}: only {' and '.join(SOURCES)} have the encoder's architecture")
+    missing = [name for name in NEEDED if not isinstance(config.get(name), int | float)]
+    if missing:
+        raise UserError(f"{where}: config.json has no number for {missing[0]}")
+    dim, heads = config["hidden_size"], config["num_attention_heads"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     reasons = {
         "hidden_act": (config.get("hidden_act", "silu") == "silu", "the feed-forward layers here are SwiGLU"),
@@ -156,7 +163,7 @@ def from_source(config: dict[str, Any], tensors: dict[str, Tensor], where: str) 
     if args.ffn_dim == ffn_width(args.dim):
         args.ffn_dim = -1
     left = {name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()}
-    groups = args.n_heads // (config.get("num_key_value_heads") or args.n_heads)
+    shared = config.get("num_key_value_heads") or args.n_heads  # heads of keys and values
 
     def take(name: str) -> Tensor:
         try:
@@ -164,22 +171,26 @@ def from_source(config: dict[str, Any], tensors: dict[str, Tensor], where: str) 
         except KeyError:
             raise UserError(f"{where}: has no tensor {name}, which its config.json promises") from None
 
-    def for_each_head(weight: Tensor) -> Tensor:
-        return weight.unflatten(0, (-1, args.dim // args.n_heads)).repeat_interleave(groups, dim=0).flatten(0, 1)
+    def for_each_head(name: str) -> Tensor:
+        weight, head_dim = take(name), args.dim // args.n_heads
+        if weight.shape != (shared * head_dim, args.dim):
+            found, expected = tuple(weight.shape), (shared * head_dim, args.dim)
+            raise UserError(f"{where}: {name} has shape {found}, its config.json means {expected}")
+        return weight.unflatten(0, (shared, head_dim)).repeat_interleave(args.n_heads // shared, dim=0).flatten(0, 1)
 
     state = {"embedding.weight": take("embed_tokens.weight"), "norm.weight": take("norm.weight")}
     for i in range(args.n_layers):
-        theirs, ours = f"layers.{i}", f"layers.{i}"
-        query = take(f"{theirs}.self_attn.q_proj.weight")
-        key, value = (for_each_head(take(f"{theirs}.self_attn.{part}_proj.weight")) for part in "kv")
-        gate, up = take(f"{theirs}.mlp.gate_proj.weight"), take(f"{theirs}.mlp.up_proj.weight")
+        block = f"layers.{i}"
+        query = take(f"{block}.self_attn.q_proj.weight")
+        key, value = (for_each_head(f"{block}.self_attn.{part}_proj.weight") for part in "kv")
+        gate, up = take(f"{block}.mlp.gate_proj.weight"), take(f"{block}.mlp.up_proj.weight")
         state |= {
-            f"{ours}.attention.wqkv.weight": torch.cat((query, key, value)),
-            f"{ours}.attention.wo.weight": take(f"{theirs}.self_attn.o_proj.weight"),
-            f"{ours}.ffn.w13.weight": torch.cat((gate, up)),
-            f"{ours}.ffn.w2.weight": take(f"{theirs}.mlp.down_proj.weight"),
-            f"{ours}.attention_norm.weight": take(f"{theirs}.input_layernorm.weight"),
-            f"{ours}.ffn_norm.weight": take(f"{theirs}.post_attention_layernorm.weight"),
+            f"{block}.attention.wqkv.weight": torch.cat((query, key, value)),
+            f"{block}.attention.wo.weight": take(f"{block}.self_attn.o_proj.weight"),
+            f"{block}.ffn.w13.weight": torch.cat((gate, up)),
+            f"{block}.ffn.w2.weight": take(f"{block}.mlp.down_proj.weight"),
+            f"{block}.attention_norm.weight": take(f"{block}.input_layernorm.weight"),
+            f"{block}.ffn_norm.weight": take(f"{block}.post_attention_layernorm.weight"),
         }
     unknown = [name for name in left if name.startswith("layers.")]
     if unknown:

@@ -43,12 +43,15 @@ with torch.inference_mode():
     states = model(**batch, output_hidden_states=True).hidden_states
     for i, state in enumerate(states):
         found[f"state{i}"] = state.numpy()
-    if model.config.architectures == ["EuroBertForMaskedLM"]:
-        head, info = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
-        assert not info["missing_keys"] and not info["unexpected_keys"], info
-        batch = tokenizer(masked, return_tensors="pt")
-        found["masked_ids"] = batch["input_ids"][0].numpy()
-        found["logits"] = head.eval()(**batch).logits[0].numpy()
+if model.config.architectures == ["EuroBertForMaskedLM"]:
+    head, info = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    batch = tokenizer(masked, return_tensors="pt")
+    found["masked_ids"] = batch["input_ids"][0].numpy()
+    found["logits"] = head.eval()(**batch).logits[0].detach().numpy()
+else:
+    head, info = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    assert info["missing_keys"] == {"lm_head.weight"}, info  # and transformers warns of it
 assert type(model).__module__.startswith("transformers."), type(model)
 from sentence_transformers import SentenceTransformer
 st = SentenceTransformer(folder, device="cpu")
@@ -364,6 +367,10 @@ def test_broken_sources_are_named(bert: tuple[Path, Path], crossbert: tuple[Path
     refused(other, r"weights of layers\.0\.ffn\.w13\.weight have shape")
     (other / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
     refused(other, "model_type=bert: only eurobert and llama")
+    (other / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "hidden_size"}))
+    refused(other, "config.json has no number for hidden_size")
+    (other / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
+    refused(other, r"layers\.0\.self_attn\.k_proj\.weight has shape \(32, 32\), its config.json means \(16, 32\)")
     (other / "config.json").write_text("{")
     refused(other, "config.json: not valid JSON")
     vocabulary = copy(crossbert[1], "vocabulary")
@@ -477,6 +484,20 @@ def test_push_uploads_with_the_users_token(crossbert: tuple[Path, Path], tmp_pat
     assert (tmp_path / "two" / "model.safetensors").is_file()
     with pytest.raises(UserError, match="expected user/name"):
         push(tmp_path / "one", "enc", private=True)
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_nothing_is_left(
+    crossbert: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match=r"to=.*out: cannot be written: No space left on device"):
+        export(ExportArgs(ckpt=str(crossbert[0]), to=str(tmp_path / "out")))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_commands(bert: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

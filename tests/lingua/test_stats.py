@@ -13,7 +13,7 @@ from torch import nn
 from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua import transformer
-from lingua.attention import attention
+from lingua.attention import attention, document_mask
 from lingua.distributed import DistributedArgs, World, parallelize, start
 from lingua.errors import UserError
 from lingua.masking import View, complementary_views, split_positions
@@ -153,6 +153,16 @@ def test_attention_against_plain_loops() -> None:
         means = [sum(part) / len(part) for part in entropies]
         found = [float(x) for x in attention_statistics(q, k, allowed)]
         assert found == pytest.approx([sum(means) / 2, min(means), largest], rel=1e-5)
+
+
+def test_documents_give_the_same_whatever_the_backend() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 12, 2, 16, generator=generator) for _ in range(2))
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 3]).repeat(2, 1)
+    plain = attention_statistics(q, k, document_mask("sdpa", documents, documents))
+    for backend in ("flex", "varlen"):
+        assert attention_statistics(q, k, document_mask(backend, documents, documents)) == plain
+    assert plain[0] < attention_statistics(q, k)[0]
 
 
 def test_the_numbers_of_a_step() -> None:
