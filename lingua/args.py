@@ -124,7 +124,8 @@ def cli(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str] | Non
 
     Exit status: 0 done, 2 user error, 130 interrupted.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    is_program = argv is None
+    argv = sys.argv[1:] if is_program else argv
     signal.signal(signal.SIGINT, signal.default_int_handler)  # apps/__init__.py
     if any(word in ("-h", "--help", "help") for word in argv):
         try:
@@ -141,10 +142,12 @@ def cli(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str] | Non
     except KeyboardInterrupt:
         status = 130
     except SystemExit as stop:
-        status = stop.code
+        status = stop.code or 0
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        # The threads behind a process group now and then abort while Python shuts down, after the work is done.
+    has_group = distributed is not None and distributed.is_initialized()
+    if has_group or (is_program and "lingua.saving" in sys.modules):
+        # The threads behind a process group, and those of a checkpoint written beside the training, now and then abort
+        # while Python shuts down, after the work is done.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
@@ -154,10 +157,12 @@ def cli(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str] | Non
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML file as nested dicts. Raises UserError if it is missing, empty, not YAML, or not a mapping."""
-    if not Path(path).is_file():
+    path = Path(path) if isinstance(path, str) else path
+    if not path.is_file():
         raise UserError(f"{path}: no such file; expected a YAML config")
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
+        with path.open() as file:
+            values = OmegaConf.to_container(OmegaConf.load(file))
     except Exception as error:  # yaml's own errors and OmegaConf's
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict) or not values:

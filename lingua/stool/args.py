@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from lingua.args import parse
+from lingua.args import parse, read_yaml
 from lingua.errors import UserError, check_fields
 
 LAUNCHERS = ("slurm", "local", "debug")
@@ -143,7 +143,7 @@ def read_request(argv: list[str]) -> Request:
         UserError: a word that is not ``key=value``, an unknown key or a value out of range.
     """
     cut = argv.index("--") if "--" in argv else len(argv)
-    own, words, config, sweep = [], argv[cut + 1 :], "", {}
+    own, words, config, sweep, cluster = [], argv[cut + 1 :], "", {}, []
     for word in words:
         if "=" not in word:
             raise UserError(f"after --: {word!r} is not of the form key=value")
@@ -152,13 +152,14 @@ def read_request(argv: list[str]) -> Request:
         if key == "config":
             config = value
         elif key == "cluster":
-            own.append(f"config={value}")
+            _check_texts(value)
+            cluster.append(f"config={value}")
         elif key.startswith("sweep.") and equals:
             sweep[key.removeprefix("sweep.")] = value
         else:
             own.append(word)
     try:
-        args = parse(StoolArgs, own)
+        args = parse(StoolArgs, cluster + as_text(own))
     except UserError as error:
         if "unknown key" in str(error):
             raise UserError(f"{error}; keys of the script's own config come after --") from None
@@ -166,6 +167,33 @@ def read_request(argv: list[str]) -> Request:
     args.config = config or args.config
     file = sweep.pop("file", None)
     return Request(args, {key: split_values(key, value) for key, value in sweep.items()}, file, words)
+
+
+def as_text(words: list[str]) -> list[str]:
+    """Quote the values of fields that are text: YAML would take 24:00:00 for a number of seconds, 012 for ten."""
+    quoted = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and _is_text(key) and value[:1] not in ("'", '"'):
+            word = f"{key}='" + value.replace("'", "''") + "'"
+        quoted.append(word)
+    return quoted
+
+
+def _is_text(key: str) -> bool:
+    key = key.removeprefix("eval.")
+    texts = {f.name for cls in (StoolArgs, EvaluationArgs) for f in fields(cls) if f.type == "str"}
+    return key in texts or key.startswith("sbatch.")
+
+
+def _check_texts(path: str) -> None:
+    values = read_yaml(path)
+    for section, prefix in ((values, ""), (values.get("eval") or {}, "eval.")):
+        texts = {f"{prefix}{key}": value for key, value in section.items()}
+        texts |= {f"{prefix}sbatch.{key}": value for key, value in (section.get("sbatch") or {}).items()}
+        for key, value in texts.items():
+            if _is_text(key) and not isinstance(value, str):
+                raise UserError(f"{path}: {key}: {value!r} is read as no text: put it in quotes, as in '24:00:00'")
 
 
 def split_values(key: str, text: str) -> list[str]:

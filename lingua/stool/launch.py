@@ -12,7 +12,7 @@ from typing import Any
 from lingua.args import build, parse, to_dict, to_yaml
 from lingua.errors import UserError
 from lingua.stool import records, snapshot, submit, sweep
-from lingua.stool.args import Request, StoolArgs, quote
+from lingua.stool.args import Request, StoolArgs, as_text, quote
 from lingua.stool.job import local_job, run_job
 from lingua.stool.plan import describe, load_script, make_plan, resolve, script_words
 from lingua.stool.status import run_state
@@ -212,5 +212,5 @@ def parse_changes(old: dict[str, Any], changes: list[str]) -> StoolArgs:
     return build(
         StoolArgs,
         ("the launch before", old),
-        ("the command line", OmegaConf.to_container(OmegaConf.from_dotlist(changes))),
+        ("the command line", OmegaConf.to_container(OmegaConf.from_dotlist(as_text(changes)))),
     )

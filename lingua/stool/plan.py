@@ -85,15 +85,19 @@ def make_plan(script: Script, config: Any, args: StoolArgs) -> dict[str, Any]:
         "micro_rows": micro_rows,
         "accumulation": math.ceil(rows / ranks / micro_rows),
     }
+    shard = ranks if config.distributed.dp_shard == -1 else config.distributed.dp_shard
+    if ranks % shard:
+        raise UserError(f"distributed.dp_shard={shard} does not divide the {ranks} ranks of this run")
     model = _meta_model(script.module, config)
     flops_per_token = model.flops_per_token(**_accepted(model.flops_per_token, config, masking))
-    steps = config.steps or round((config.tokens or config.flops / flops_per_token) / config.batch_tokens)
+    steps = max(1, config.steps or round((config.tokens or config.flops / flops_per_token) / config.batch_tokens))
     parameters = sum(p.numel() for p in model.parameters())
+    state = parameters * BYTES_PER_WEIGHT / shard
     plan |= {
-        "steps": max(1, steps),
-        "tokens": max(1, steps) * config.batch_tokens,
+        "steps": steps,
+        "tokens": steps * config.batch_tokens,
         "parameters": parameters,
-        "memory_gb": (parameters * BYTES_PER_WEIGHT + activation_bytes(config, micro_rows)) / 1e9,
+        "memory_gb": (state + activation_bytes(config, micro_rows, parameters)) / 1e9,
     }
     if args.gpu_gb is not None and args.ngpu and plan["memory_gb"] > args.gpu_gb:
         raise UserError(
@@ -103,20 +107,27 @@ def make_plan(script: Script, config: Any, args: StoolArgs) -> dict[str, Any]:
     return plan
 
 
-def activation_bytes(config: Any, micro_rows: int) -> float:
-    """Estimate of what the backward pass of one micro-batch keeps, without activation checkpointing and compilation.
+def activation_bytes(config: Any, micro_rows: int, parameters: int) -> float:
+    """Estimate of what the backward pass of one micro-batch keeps, without compilation; 0 if it computes it again.
 
-    Of each block, per token: inputs of both norms and of the four products, q and k before and after RoPE, v, the
-    attention's output, and the arrays of SwiGLU.
+    Of each block, per token: inputs of the norms and of the four products, q and k with RoPE, v, and the arrays of
+    SwiGLU; in bf16 also a copy of each weight. Where two views hide half of a row each, they pass together.
+
+    Args:
+        parameters: number of weights.
     """
     from lingua.transformer import ffn_width
 
-    bytes_each = 4 if config.dtype == "fp32" else 8 if config.dtype == "fp64" else 2
-    tokens = micro_rows * config.data.seq_len
+    if config.distributed.activation_checkpointing != "none":
+        return 0.0
+    bytes_each = {"fp32": 4, "fp64": 8}.get(config.dtype, 2)
+    copies = 2 * parameters if bytes_each == 2 else 0
     predictor = getattr(config.model, "predictor", None)
     hidden = config.masking.hidden_ratio if predictor is not None else 0.0
+    views = 2 if predictor is not None and config.masking.complementary and hidden == 0.5 else 1
     blocks = config.model.n_layers * (1 - hidden) + (predictor.n_layers * hidden if predictor is not None else 0)
-    return tokens * blocks * (16 * config.model.dim + 5 * ffn_width(config.model.dim)) * bytes_each
+    a_token = 12 * config.model.dim + 4 * ffn_width(config.model.dim)
+    return views * micro_rows * config.data.seq_len * blocks * a_token * bytes_each + copies
 
 
 def _meta_model(module: ModuleType, config: Any) -> Any:
@@ -151,8 +162,7 @@ def describe(plan: dict[str, Any], args: StoolArgs, runs: int = 1) -> list[str]:
             f"accumulation  {plan['accumulation']} x {plan['micro_rows']} rows on each rank",
             f"length        {plan['steps']:,} steps, {plan['tokens']:,} tokens",
             f"parameters    {plan['parameters']:,}",
-            f"memory        about {plan['memory_gb']:.1f} GB on each rank (AdamW in float32, activations in bf16, "
-            "nothing sharded)",
+            f"memory        about {plan['memory_gb']:.2g} GB on each rank: weights, gradients, AdamW, activations",
         ]
     return lines
 

@@ -17,18 +17,18 @@ class SchedulerError(Exception):
     """The scheduler is not installed, does not answer, or refuses; the message is its own."""
 
 
-def call(command: list[str], timeout_s: float = TIMEOUT_S) -> str:
+def call(command: list[str]) -> str:
     """Run a SLURM client and return what it printed.
 
     Raises:
         SchedulerError: not found, no answer in time, or a non-zero exit status.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
         raise SchedulerError(f"{command[0]} not found") from None
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{' '.join(command)}: no answer in {timeout_s:g} s") from None
+        raise SchedulerError(f"{' '.join(command)}: no answer in {TIMEOUT_S:g} s") from None
     if done.returncode:
         raise SchedulerError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip() or done.returncode}")
     return done.stdout
