@@ -119,8 +119,8 @@ def _write(
     longest = max(data["seq_len"], *(phase.get("seq_len") or 0 for phase in data.get("phases") or [{}]))
     ids = {role: getattr(tokenizer, f"{role}_id") for role in ("bos", "pad", "eos", "mask")}
     masked_lm = predictor is None
-    _write_weights(to / "model.safetensors", to_eurobert(encoder), "model." if masked_lm else "")
     _write_json(to / "config.json", eurobert_config(encoder.args, longest, ids, masked_lm))
+    _write_weights(to / "model.safetensors", to_eurobert(encoder), "model." if masked_lm else "")
     if predictor is not None:
         _write_weights(to / "predictor.safetensors", predictor.state_dict())
 
@@ -170,6 +170,7 @@ def _write_weights(path: Path, weights: dict[str, Tensor], prefix: str = "") -> 
 
     whole = {prefix + name: weight.to(torch.float32).contiguous() for name, weight in weights.items()}
     save_file(whole, path, metadata={"format": "pt"})
+    shutil.copymode(path.with_name("config.json"), path)  # it would be readable by its owner alone
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -31,7 +31,7 @@ MASKED = "The quick brown<mask> jumps over the<mask> dog."
 THEIR_CODE = """
 import json, sys
 import numpy as np, torch
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
 folder, out, texts, masked = json.loads(sys.argv[1])
 found = {}
 tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
@@ -49,6 +49,8 @@ if model.config.architectures == ["EuroBertForMaskedLM"]:
     batch = tokenizer(masked, return_tensors="pt")
     found["masked_ids"] = batch["input_ids"][0].numpy()
     found["logits"] = head.eval()(**batch).logits[0].detach().numpy()
+    answers = pipeline("fill-mask", model=folder, device="cpu")(masked, top_k=2)  # a list for each mask
+    found["filled"] = [[(answer["token"], answer["score"]) for answer in answers_of_one] for answers_of_one in answers]
 else:
     head, info = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
     assert info["missing_keys"] == {"lm_head.weight"}, info  # and transformers warns of it
@@ -136,6 +138,7 @@ def test_another_process_sees_the_same_model(kind: str, request: pytest.FixtureR
         for layer in layers:
             found = theirs[f"state{layer}"][row][real]
             np.testing.assert_allclose(found, states[layer][0].numpy(), rtol=0, atol=1e-5)
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
     assert np.abs(theirs[f"state{ours.n_layers}"]).max() > 1
     np.testing.assert_allclose(theirs["vectors"], ours.encode(TEXTS), rtol=0, atol=1e-5)
     assert theirs["max_seq_length"] == 256
@@ -215,6 +218,10 @@ def test_a_berts_masks_are_filled_by_its_own_head(
     theirs = theirs_of_bert
     exported = load_exported(bert[1])
     logits = torch.from_numpy(theirs["logits"][theirs["masked_ids"] == 50264])
+    for row, probabilities in zip(theirs["filled"], logits.softmax(dim=1), strict=True):
+        best = probabilities.topk(2)
+        assert row[:, 0].tolist() == best.indices.tolist()
+        assert row[:, 1].tolist() == pytest.approx(best.values.tolist(), rel=1e-3)
     logits[:, list(exported.tokenizer.special_ids)] = -torch.inf
     for row, probabilities in zip(exported.fill(MASKED, top=4), logits.softmax(dim=1), strict=True):
         assert [p for _, p in row] == pytest.approx(probabilities.topk(4).values.tolist(), rel=1e-3)
