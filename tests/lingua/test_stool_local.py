@@ -16,6 +16,7 @@ import pytest
 
 from lingua.metrics import read_metrics
 from lingua.stool import records, sweep
+from lingua.stool.evaluation import evaluations
 from tests.support import ROOT, deterministic, environment, run_app, tiny_words
 
 OWN = ["script=apps.crossbert.train", "launcher=local", "ngpu=0"]
@@ -87,6 +88,7 @@ def test_a_run_that_is_cancelled_and_resumed(tmp_path: Path, corpus: Path) -> No
     step = json.loads(next(run.glob("checkpoints/*/state.json")).read_text())["step"]
     assert stool("resume", run, "max_restarts=1", "--", "logging.every=2").returncode == 0
     wait(lambda: records.progress(run).get("step", 0) > step + 5)
+    child = rank_process(run)
     assert records.read_launch(run)["args"]["max_restarts"] == 1
     log = (run / "train.log").read_text()
     assert f"resumed {run}/checkpoints/{step:010d} at step {step}" in log
@@ -94,7 +96,7 @@ def test_a_run_that_is_cancelled_and_resumed(tmp_path: Path, corpus: Path) -> No
     time.sleep(0.5)
     line = json.loads(stool("status", "--json", run).stdout)
     assert (line["state"], line["note"]) == ("LOST", "the job is gone and left no record of its end")
-    subprocess.run(["pkill", "-KILL", "-f", f"config={run}/stool/config.yaml"], check=True)
+    os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -134,6 +136,21 @@ def test_a_sweep_beside_one_another(tmp_path: Path, corpus: Path) -> None:
     refused = stool(*own, "--", *words, "seed=1")
     assert refused.returncode == 2
     assert "is there already with another config" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_probed(tmp_path: Path, corpus: Path) -> None:
+    for name in ("train", "test"):
+        rows = [{"text": f"{word} {i}", "label": word} for i in range(12) for word in ("sea", "house")]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"tasks: {{kind: {{train: {tmp_path}/train.jsonl, test: {tmp_path}/test.jsonl}}}}\nlayers: -1\n")
+    run = tmp_path / "run"
+    launch(run, corpus, "eval.script=apps.crossbert.eval", f"eval.config={config}", steps=3)
+    wait_for_end(run)
+    found = wait(lambda: [e for e in evaluations(run).values() if e["state"] in ("DONE", "FAILED")])
+    assert found[0]["state"] == "DONE", (run / "stool/evaluations/0000000003.log").read_text()
+    assert json.loads((run / "eval/0000000003/results.json").read_text())["step"] == 3
 
 
 def test_debug_runs_in_this_process_and_reports_mistakes(tmp_path: Path, corpus: Path) -> None:

@@ -24,7 +24,7 @@ def running_cluster() -> Iterator[Cluster]:
         cluster = Cluster(folder)
     except (UnavailableError, TimeoutError, OSError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if os.environ.get(REQUIRED):
+        if os.environ.get(REQUIRED, "0") != "0":
             raise
         pytest.skip(f"no SLURM here: {error}")
     yield cluster
