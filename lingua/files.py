@@ -40,6 +40,11 @@ class InputFile:
     stamp: str = ""  # changes when the file does
 
 
+def is_remote(path: str | Path) -> bool:
+    """Whether a path is a location like ``s3://bucket/folder`` and not on a disk."""
+    return "://" in str(path)
+
+
 def optional(module: str, purpose: str, requirements: str = "requirements-data.txt") -> Any:
     """Import a package of a requirements file. Raises UserError with the pip line if it is missing."""
     try:

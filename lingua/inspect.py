@@ -63,20 +63,29 @@ def inspect(args: InspectArgs, out: TextIO | None = None) -> None:
     begin = stream.phases[args.phase].first_row + args.first
     _check_end(args, stream, begin)
     in_color = args.color == "always" or (args.color == "auto" and out.isatty() and "NO_COLOR" not in os.environ)
-    for index in range(begin, begin + args.rows):
-        ids = stream.row(index).astype(np.int64)
-        hidden = np.zeros(len(ids), bool)
-        if args.hidden_ratio:
-            view = split_positions(torch.tensor([index]), len(ids), args.hidden_ratio, args.seed)
-            hidden[view.hidden_BM[0].numpy()] = True
-            hidden ^= args.inverse
-        place = f" (phase {args.phase}, step {_step(stream, args.phase, index)})" if args.data.phases else ""
-        borders = int((ids[1:] == tokenizer.bos_id).sum())
-        heading = (
-            f"row {index}{place}: {len(ids)} tokens, {borders} documents begin in it, {int(hidden.sum())} tokens hidden"
-        )
-        print(f"{HEADING}{heading}{PLAIN}" if in_color else heading, file=out)
-        print(marked(ids, hidden, tokenizer, in_color) + "\n", file=out)
+    try:
+        for index in range(begin, begin + args.rows):
+            print(_row(args, stream, tokenizer, index, in_color), file=out)
+    except BrokenPipeError:  # the reader, such as head, has seen enough; Python would flush once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _row(args: InspectArgs, stream: TokenStream, tokenizer: Tokenizer, index: int, in_color: bool) -> str:
+    """A heading and the marked text."""
+    ids = stream.row(index).astype(np.int64)
+    hidden = np.zeros(len(ids), bool)
+    if args.hidden_ratio:
+        view = split_positions(torch.tensor([index]), len(ids), args.hidden_ratio, args.seed)
+        hidden[view.hidden_BM[0].numpy()] = True
+        hidden ^= args.inverse
+    place = f" (phase {args.phase}, step {_step(stream, args.phase, index)})" if args.data.phases else ""
+    borders = int((ids[1:] == tokenizer.bos_id).sum())
+    heading = (
+        f"row {index}{place}: {len(ids)} tokens, {borders} documents begin in it, {int(hidden.sum())} tokens hidden"
+    )
+    return "\n".join(
+        [f"{HEADING}{heading}{PLAIN}" if in_color else heading, marked(ids, hidden, tokenizer, in_color), ""]
+    )
 
 
 def _step(stream: TokenStream, number: int, index: int) -> int:

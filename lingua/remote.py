@@ -14,16 +14,11 @@ import fsspec
 import numpy as np
 
 from lingua.errors import UserError
-from lingua.files import connection_lost, tried, write_atomically
+from lingua.files import connection_lost, is_remote, tried, write_atomically
 from lingua.manifest import AGAIN, DOCS_DTYPE, NAME, Manifest, parse_manifest
 
 DEFAULT_GB = 10.0  # of the cache
 BLOCK_BYTES = 4 << 20  # read at once: what the training stream reads on end
-
-
-def is_remote(path: str | Path) -> bool:
-    """Whether a path is a location like ``s3://bucket/folder`` and not on a disk."""
-    return "://" in str(path)
 
 
 class BlockCache:

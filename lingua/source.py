@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from lingua.errors import UserError
+from lingua.files import is_remote
 from lingua.hashing import permutation, text_hash
 from lingua.manifest import Manifest, load_manifest
-from lingua.remote import DEFAULT_GB, BlockCache, is_remote, load_remote_manifest
+from lingua.remote import DEFAULT_GB, BlockCache, load_remote_manifest
 from lingua.tokenizer import Tokenizer
 
 PERIOD = 1024  # source weights are rounded to 1/1024: the interleave repeats after this many rows

@@ -17,11 +17,6 @@ from lingua.progress import Progress
 MARK = "upload.partial"  # beside an unfinished upload: which preparation it is of
 
 
-def is_remote(path: str) -> bool:
-    """Whether a path is a URL of fsspec's (``s3://...``) and not a folder on a disk."""
-    return "://" in path and not path.startswith("file://")
-
-
 def upload(folder: Path, url: str) -> None:
     """Copy ``folder`` to ``url``, manifests last: readers take a folder without one for unfinished. What an
     interrupted upload of the same folder has sent is not sent again.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lingua.args import cli
 from lingua.errors import UserError
+from lingua.files import is_remote
 from lingua.languages import described
 from lingua.manifest import NAME, verify
 
@@ -25,6 +26,8 @@ class VerifyArgs:
 def verify_all(args: VerifyArgs) -> None:
     """Check every split below ``args.folder`` and print what it holds. Raises UserError, after all are checked, if
     there is none or one is damaged."""
+    if is_remote(args.folder):
+        raise UserError(f"folder={args.folder}: only what is on a disk can be verified: copy it here first")
     folder = Path(args.folder)
     unfinished = sorted(path for path in folder.glob("*.partial") if path.is_dir())
     splits = sorted(path.parent for path in folder.rglob(NAME) if not set(unfinished) & set(path.parents))

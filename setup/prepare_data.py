@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script from a che
 
 from lingua.args import cli
 from lingua.errors import UserError
+from lingua.files import is_remote
 from lingua.languages import described
 from lingua.readers import ReaderArgs
 from lingua.shuffle import ShuffleArgs, shuffle
-from lingua.upload import is_remote, upload
+from lingua.upload import upload
 
 
 @dataclass

@@ -126,6 +126,15 @@ def test_the_commands(corpus):
     assert "hidden ratio 1.5" in done.stderr
 
 
+def test_into_a_pipe_that_closes_early(corpus):
+    words = [sys.executable, "-m", "lingua.inspect", f"data.root_dir={corpus}", "rows=50"]
+    process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline().startswith(b"row 0: ")
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
+
+
 def test_bad_settings():
     with pytest.raises(UserError, match="first=-1"):
         InspectArgs(first=-1)
@@ -151,6 +160,8 @@ def test_every_damaged_split_is_named(tmp_path, capsys):
         verify_all(VerifyArgs(str(root)))
     said = capsys.readouterr().err
     assert said.count("corrupt: sha256") == 2
+    with pytest.raises(UserError, match="folder=s3://b/x: only what is on a disk can be verified"):
+        verify_all(VerifyArgs("s3://b/x"))
     with pytest.raises(UserError, match="no prepared data here"):
         verify_all(VerifyArgs(str(tmp_path / "nowhere")))
 
