@@ -177,7 +177,4 @@ def _write_failure(error: BaseException) -> str | None:
         return next(filter(None, (_write_failure(failure) for failure, _ in error.failures.values())), None)
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    # PyTorch's zip writer notices a short write only by its position in the file.
-    if isinstance(error, RuntimeError) and ("PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)):
-        return "a file could not be written to its end (No space left on device?)"
     return None

@@ -54,15 +54,17 @@ class _Hashed(io.RawIOBase):
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.bytes, self.sha256 = stream, 0, hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         done = 0
-        while done < len(view):  # a raw stream may write less than it was given
-            written = self._stream.write(view[done:])
-            if not written:
-                raise OSError(None, "a file could not be written to its end")
-            done += written
+        try:
+            while done < len(view):  # a stream may write less than it was given
+                done += self._stream.write(view[done:])
+        except OSError as error:
+            self.error = error
+            raise
         self.sha256.update(view)
         self.bytes += len(view)
         return len(view)
@@ -94,7 +96,12 @@ class Files(FileSystemBase):
             return
         with path.open(mode) as stream:
             hashed = _Hashed(stream)
-            yield hashed
+            try:
+                yield hashed
+            except RuntimeError:  # PyTorch's zip writer hides what went wrong
+                if hashed.error is None:
+                    raise
+                raise hashed.error from None
         self.written[path.name] = {"bytes": hashed.bytes, "sha256": hashed.sha256.hexdigest()}
 
     def write_text(self, path: Path, text: str) -> None:

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from lingua import checkpoint
+from lingua import checkpoint, storage
 from lingua.errors import UserError
-from lingua.saving import save
+from lingua.saving import CheckpointArgs, Checkpointer, save
 
 CONFIG = "model: {dim: 32}\n"
 
@@ -102,45 +105,79 @@ def test_another_shape_is_refused_before_anything_changes(tmp_path: Path) -> Non
         checkpoint.load(folder, deeper, torch.optim.AdamW(deeper.parameters()))
 
 
-@pytest.mark.parametrize("at", range(6))
-def test_a_full_disk_is_said_and_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch, at: int) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_fault_at_any_file_operation_leaves_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch, asynchronous
+) -> None:
+    """One fault after the other, at each operation of the file layer that a save makes, until one comes too late."""
     net, optimizer = net_and_optimizer()
     first = write(tmp_path, 1, net, optimizer)
-    writes = 0
-    real_open, real_write_text = Path.open, Path.write_text
+    root = tmp_path / "checkpoints"
+    left = 0
 
-    def full() -> None:
-        nonlocal writes
-        writes += 1
-        if writes > at:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def operation() -> None:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def failing(real):
+        def function(*args, **kwargs):
+            operation()
+            return real(*args, **kwargs)
+
+        return function
+
+    for name in ("mkdir", "rename", "unlink", "rmdir", "stat", "exists"):
+        monkeypatch.setattr(Path, name, failing(getattr(Path, name)))
+    real_open = Path.open
+
+    class File:
+        def __init__(self, file) -> None:
+            self.file = file
+
+        def __getattr__(self, name: str):
+            return failing(self.file.write) if name == "write" else getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc) -> None:
+            self.file.close()
 
     def open_file(self: Path, mode: str = "r", *args, **kwargs):
-        if "w" in mode:
-            full()
-        return real_open(self, mode, *args, **kwargs)
-
-    def write_text(self: Path, *args, **kwargs):
-        full()
-        return real_write_text(self, *args, **kwargs)
+        operation()
+        file = real_open(self, mode, *args, **kwargs)
+        return File(file) if "w" in mode else file
 
     monkeypatch.setattr(Path, "open", open_file)
-    monkeypatch.setattr(Path, "write_text", write_text)
-    message = None
-    try:
-        second = write(tmp_path, 2, net, optimizer)
-    except UserError as error:
-        message = str(error)
-    if message is not None:
-        assert "No space left on device" in message
-        assert "earlier checkpoints are intact" in message
-        assert not (tmp_path / "checkpoints/0000000002").exists()
-        assert checkpoint.resolve(tmp_path) == first
-    else:
-        assert writes <= at  # the fault lay behind the last write
-        assert checkpoint.resolve(tmp_path) == second
-    monkeypatch.undo()
-    assert checkpoint.load(checkpoint.resolve(tmp_path), net, optimizer)["step"] in (1, 2)
+    monkeypatch.setattr(os, "fsync", failing(os.fsync))
+    at = faults = 0
+    while True:
+        left, said = at, None
+        writer = Checkpointer(root, CheckpointArgs(asynchronous=asynchronous))
+        try:
+            writer.save(2, net, optimizer, {"step": 2}, CONFIG)
+            writer.wait()
+        except UserError as error:
+            said = str(error)
+        passed, left = left, 10**9
+        found = checkpoint.newest(root)
+        whole = found == root / "0000000002"
+        assert found == first or whole
+        assert checkpoint.load(found, *net_and_optimizer())["step"] == int(found.name)
+        if said is None and passed >= 0:
+            break
+        if said is not None:  # a fault while old checkpoints are removed is a line in the log
+            assert "Input/output error" in said
+            assert "earlier checkpoints are intact" in said
+            assert not whole
+        faults += 1
+        at += 1 if at < 10 or said is None else 1 + faults % 7  # the many small writes of a tensor are alike
+        if whole:
+            checkpoint.remove_folder(found)
+    assert faults > 20
+    assert whole
 
 
 def test_a_really_full_disk(tmp_path: Path) -> None:
@@ -157,6 +194,93 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         assert not (tmp_path / "disk/checkpoints/0000000002").exists()
     finally:
         subprocess.run(["umount", str(tmp_path / "disk")], check=True)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "disk")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        first = write(tmp_path / "disk", 1, *net_and_optimizer())
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        with pytest.raises(UserError, match=r"0000000002: Read-only file system"):
+            write(tmp_path / "disk", 2, *net_and_optimizer())
+        assert checkpoint.newest(tmp_path / "disk/checkpoints") == first
+        with checkpoint.in_use(first):  # nobody removes anything there, so there is nothing to hold
+            assert checkpoint.load(first, *net_and_optimizer())["step"] == 1
+    finally:
+        subprocess.run(["umount", str(tmp_path / "disk")], check=True)
+
+
+def test_at_most_one_is_written_at_a_time_and_its_failure_is_told(tmp_path: Path, monkeypatch) -> None:
+    net, optimizer = net_and_optimizer()
+    go, under_way, most = threading.Event(), 0, 0
+    real = storage.Writer.finish
+
+    def finish(self, **given):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        go.wait(5)
+        under_way -= 1
+        if self.path.name.endswith("3"):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return real(self, **given)
+
+    monkeypatch.setattr(storage.Writer, "finish", finish)
+    told = []
+    writer = Checkpointer(tmp_path, CheckpointArgs(), completed=told.append)
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    writer.save(1, net, optimizer, {"step": 1}, CONFIG)
+    writer.check()  # not over, no failure
+    train(net, optimizer, 1)  # does not touch what is being written
+    assert checkpoint.newest(tmp_path) is None
+    go.set()
+    writer.save(2, net, optimizer, {"step": 2}, CONFIG)
+    writer.save(3, net, optimizer, {"step": 3}, CONFIG)
+    with pytest.raises(UserError, match="0000000003: Disk quota exceeded"):
+        writer.wait()
+    writer.close()
+    assert most == 1
+    assert [folder.name[-1] for folder in told] == ["1", "2"]
+    assert [folder.name[-1] for folder in checkpoint.complete_checkpoints(tmp_path)] == ["1", "2"]
+    other, other_optimizer = net_and_optimizer()
+    checkpoint.load(tmp_path / "0000000001", other, other_optimizer)
+    assert all(torch.equal(value, weights[name]) for name, value in other.state_dict().items())
+    assert writer.seconds > 0
+
+
+def test_what_somebody_reads_is_not_removed(tmp_path: Path, monkeypatch) -> None:
+    net, optimizer = net_and_optimizer()
+    root = tmp_path / "checkpoints"
+    for step in (1, 2, 3, 4, 5):
+        write(tmp_path, step, net, optimizer)
+    with checkpoint.in_use(root / "0000000001"):
+        time.sleep(0.2)  # the lease is written by a thread
+        checkpoint.remove_old(root, keep=1, keep_every=2)
+        assert [folder.name[-1] for folder in checkpoint.complete_checkpoints(root)] == ["1", "2", "4", "5"]
+    checkpoint.remove_old(root, keep=1, keep_every=4)
+    assert [folder.name[-1] for folder in checkpoint.complete_checkpoints(root)] == ["4", "5"]
+    (root / "0000000004/IN_USE.dead").write_text(json.dumps({"until": time.time() - 1, "host": "gone"}))
+    checkpoint.remove_old(root, keep=1)
+    assert [folder.name[-1] for folder in checkpoint.complete_checkpoints(root)] == ["5"]
+
+
+def test_the_command_reads_every_byte(tmp_path: Path, capsys) -> None:
+    net, optimizer = net_and_optimizer()
+    write(tmp_path, 1, net, optimizer)
+    second = write(tmp_path, 2, net, optimizer)
+    checkpoint.check(checkpoint.CheckArgs(str(tmp_path)))
+    assert capsys.readouterr().out.count("whole") == 2
+    data = next(second.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(UserError, match="1 of 2 checkpoints cannot be used"):
+        checkpoint.check(checkpoint.CheckArgs(str(tmp_path)))
+    assert "checksum differs" in capsys.readouterr().out
+    assert checkpoint.newest(tmp_path / "checkpoints").name == "0000000001"
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
