@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -198,8 +197,7 @@ class Evaluation:
         """Features, probes and results of one encoder, on every rank alike; rank 0 writes and prints."""
         args, world = self.args, self.world
         layers = _layers(args.layers, encoder)
-        folder = writable_folder(args.features or out.parent / "features")
-        files = FeatureFiles(folder, world)
+        files = FeatureFiles(writable_folder(args.features or out.parent / "features"), world)
         how = (args.pooling, args.batch_tokens, args.final_norm)
         results = {
             **known,
@@ -216,7 +214,7 @@ class Evaluation:
             table = write_results(results, out)
             print(f"\n{table}\nwritten to {out}/", flush=True)
             if not args.keep_features:
-                shutil.rmtree(folder)
+                files.remove()
         world.gather(None)
         return results
 
@@ -229,12 +227,14 @@ class Evaluation:
         return versions
 
     def _run_parameters(self, folder: Path, config: dict[str, Any]) -> dict[str, int]:
-        known = {f.name for f in dataclasses.fields(self.model_args)}
-        if set(config) != known:
+        # A config of older code may lack a field, which then has its default, but no part of the model.
+        fields = {f.name: f.default_factory for f in dataclasses.fields(self.model_args)}
+        parts = {name for name, factory in fields.items() if dataclasses.is_dataclass(factory)}
+        differs = sorted((set(config) - set(fields)) | (parts - set(config)))
+        if differs:
             raise UserError(
-                f"{folder} is not a run of {self.model_class.__name__}: its model has "
-                f"{', '.join(sorted(set(config) ^ known))} against this app's config; use the eval of the app that "
-                "trained it"
+                f"{folder} is not a run of {self.model_class.__name__}: its model has {', '.join(differs)} against "
+                "this app's config; use the eval of the app that trained it"
             )
         with torch.device("meta"):
             return self.model_class(build(self.model_args, (f"{folder}/config.yaml", config))).parameter_counts()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ class FeatureFiles:
     def __init__(self, folder: Path, world: World) -> None:
         self.folder, self.world = folder, world
         self._weights: dict[int, bytes] = {}  # by id of the encoder
+        self._made: list[Path] = []
 
     def get(
         self,
@@ -74,11 +75,21 @@ class FeatureFiles:
                 for layer, path in partial.items():
                     check_finite(npy.open_memmap(path, mode="r"), f"features of layer {layer}")
                     path.replace(paths[layer])
+                    self._made.append(paths[layer])
             self.world.gather(None)  # the files have their names
         else:
             encoder.truncated += sequences.truncated
         # copy-on-write, because PyTorch warns of arrays that it cannot write to
         return [npy.open_memmap(paths[layer], mode="c") for layer in layers]
+
+    def remove(self) -> None:
+        """Delete the files that were made here, on rank 0; those found stay, and the folder if there are any."""
+        for path in self._made:
+            path.unlink(missing_ok=True)
+        for folder in {path.parent for path in self._made} | {self.folder}:
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+        self._made.clear()
 
     def _weights_digest(self, encoder: FrozenEncoder) -> bytes:
         if id(encoder) not in self._weights:

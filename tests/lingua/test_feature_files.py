@@ -123,6 +123,18 @@ def test_a_cut_or_partial_file_is_made_again(enc: TextEncoder, files: FeatureFil
         assert not path.with_suffix(".partial").exists()
 
 
+def test_only_what_was_made_here_is_removed(enc: TextEncoder, files: FeatureFiles) -> None:
+    files.get(enc, enc.text_sequences(TEXTS), [0])
+    other = FeatureFiles(files.folder, files.world)
+    other.get(enc, enc.text_sequences(TEXTS), [0, 1])
+    other.get(enc, enc.text_sequences(TEXTS[:3]), [0])
+    (files.folder / "mine.txt").write_text("not a feature")
+    other.remove()
+    assert [path.name for path in files.folder.glob("*/*")] == ["layer_00.npy"]
+    files.remove()
+    assert [path.name for path in files.folder.iterdir()] == ["mine.txt"]
+
+
 def test_non_finite_features_are_refused_and_leave_no_file(enc: TextEncoder, files: FeatureFiles) -> None:
     with torch.no_grad():
         enc.encoder.layers[1].ffn.w2.weight[0, 0] = torch.nan
