@@ -1,21 +1,26 @@
-"""Made-up token shards, for benchmarks that read them."""
+"""Made-up token shards and made-up text, for benchmarks and experiments that read them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 
 from lingua.data import TokenStream
+from lingua.hashing import counter_hash
 from lingua.manifest import FORMAT_VERSION, Manifest
+from lingua.readers import ReaderArgs
 from lingua.shards import write_shard
+from lingua.shuffle import ShuffleArgs, shuffle
 from lingua.source import PERIOD
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer import Tokenizer, TokenizerArgs
 
 SOURCES = {"large": 0.75, "small": 0.25}  # share of the tokens; a source is drawn as often as its size says
 SHARDS = 4  # of each source
 DOCUMENT_TOKENS = 700  # on average
 TOKENS_BYTES = 2  # ids of RoBERTa's vocabulary fit in uint16
+WORDS = ["river", "stone", "light", "winter", "garden", "letter", "ship", "song", "under", "over", "slowly", "and"]
 
 
 def write_shards(root: Path, n_tokens: int, tokenizer: Tokenizer) -> None:
@@ -46,6 +51,15 @@ def write_shards(root: Path, n_tokens: int, tokenizer: Tokenizer) -> None:
             skipped=[],
             shards=shards,
         ).save(folder)
+
+
+def prepare_text(folder: Path, tokenizer: str, n_documents: int = 2000) -> Path:
+    """Prepare documents of 5 to 64 random words as any text is prepared; returns the ``data.root_dir``."""
+    texts = [" ".join(WORDS[counter_hash(i, j) % len(WORDS)] for j in range(5 + i % 60)) for i in range(n_documents)]
+    raw = folder / "text.jsonl"
+    raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    shuffle("text", ReaderArgs(path=str(raw)), ShuffleArgs(tokenizer=TokenizerArgs(name=tokenizer)), folder / "data")
+    return folder / "data"
 
 
 def epoch_rows(stream: TokenStream, epoch: int) -> tuple[int, int]:

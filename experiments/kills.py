@@ -33,15 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, write_result
+from benchmarks.made_up import prepare_text
 from lingua.args import cli
 from lingua.checkpoint import list_checkpoints
 from lingua.errors import UserError
-from lingua.hashing import counter_hash
 from lingua.metrics import read_metrics
-from lingua.readers import ReaderArgs
-from lingua.shuffle import ShuffleArgs, shuffle
 from lingua.storage import COMPLETE
-from lingua.tokenizer import TokenizerArgs
 
 BOUND = 1e-9  # largest relative difference of the loss of any step
 KINDS = {  # name: signal, whether all ranks get it, when
@@ -136,16 +133,6 @@ def _train(app: str, words: list[str], variables: dict[str, str], log: str) -> N
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
-
-
-def prepare(folder: Path) -> Path:
-    """Shards of made-up text in bytes; returns their root."""
-    words = ["river", "stone", "light", "winter", "garden", "letter", "ship", "song", "under", "over", "slowly", "and"]
-    texts = [" ".join(words[counter_hash(i, j) % len(words)] for j in range(5 + i % 60)) for i in range(2000)]
-    raw = folder / "text.jsonl"
-    raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    shuffle("text", ReaderArgs(path=str(raw)), ShuffleArgs(tokenizer=TokenizerArgs(name="bytes")), folder / "data")
-    return folder / "data"
 
 
 def words_of(args: KillsArgs, data: Path, run: Path) -> list[str]:
@@ -323,7 +310,7 @@ def main(args: KillsArgs) -> None:
     folder = Path(args.folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    data = prepare(folder)
+    data = prepare_text(folder, "bytes")
     begun = time.monotonic()
     peaceful, killed = folder / "in_peace", folder / "killed"
     _to_the_end(args, [*words_of(args, data, peaceful), f"checkpoint.dump.every={args.steps}"], folder / "in_peace.txt")

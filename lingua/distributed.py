@@ -217,7 +217,7 @@ def parallelize(model: nn.Module, world: World, args: DistributedArgs, dtype: to
             # Block by block: the same code is compiled once for all layers, and starts in seconds.
             block.compile(fullgraph=True, dynamic=False)
     model.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    if world.size > 1:
+    if dist.is_initialized():  # also by who wants a single rank sharded
         _shard(model, blocks, world, args, dtype)
     model.to_empty(device=world.device)
     model.init_weights()  # type: ignore[operator]

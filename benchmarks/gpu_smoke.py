@@ -1,0 +1,366 @@
+"""Does everything that needs a GPU work on this machine? Unattended, in minutes, on made-up text.
+
+python -m benchmarks.gpu_smoke out=FILE.json
+
+Trains both apps with their ``train.py`` as a user would, compiled and in bf16: losses against the same run on the CPU
+in float32, a resumed run against one in one piece, all GPUs against one, FSDP2 on a single rank against no FSDP2; each
+attention backend against float64, forward and gradients, and in training; and counts how often a step that is not
+logged waits for the device. Without a GPU it does the same at toy size with what the CPU has, and says so. What a
+machine cannot do is recorded with the reason; a check that fails ends the program with status 1, after all others.
+
+Bounds, fixed before any run: ``BOUNDS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apps.crossbert.model import CrossBert, CrossBertArgs
+from benchmarks.common import environment, write_result
+from benchmarks.made_up import prepare_text
+from lingua.args import cli, parse
+from lingua.attention import BACKENDS, attention, check_attention, document_mask
+from lingua.distributed import DistributedArgs, World, full, parallelize, pick_device, pick_dtype, precision
+from lingua.errors import UserError
+from lingua.masking import complementary_views, documents, split_positions
+from lingua.metrics import read_metrics
+from lingua.optim import Optimizer
+from lingua.run import Run
+
+APPS = ("bert", "crossbert")
+BOUNDS = {  # largest relative difference of any step's loss, unless it says otherwise
+    "bf16 against float32 on the CPU": 1e-2,
+    "resumed against in one piece": 1e-3,
+    "all GPUs against one": 1e-3,
+    "FSDP2 on one rank against none": 1e-3,  # of the loss and of the gradients' norm
+    "a backend against sdpa in training": 1e-2,
+    "attention in bf16 against float64": 2e-2,  # norm of the difference over the norm, output and gradients
+    "attention in float32 against float64": 2e-3,  # products may be TF32
+    "waits in a step that is not logged": 0,  # with attention over whole rows, or flex within documents
+}
+
+
+@dataclass
+class Size:
+    """Of the models and rows."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    seq_len: int
+    rows: int
+    steps: int
+    rows_of_attention: int
+    positions_of_attention: int
+
+
+GPU_SIZE = Size(256, 4, 4, 128, 32, 20, 8, 512)
+TOY_SIZE = Size(32, 2, 2, 32, 8, 6, 2, 64)
+
+
+@dataclass
+class GpuSmokeArgs:
+    """Try on this machine what needs a GPU, or the same at toy size on the CPU."""
+
+    out: str = "???"  # JSON file to write
+    compile: bool = True  # compile blocks, as one does on a GPU
+    minutes: float = 4.5  # parts that would begin later are left out, and said to be
+
+
+@dataclass
+class Smoke:
+    """What is known to all parts."""
+
+    args: GpuSmokeArgs
+    device: torch.device
+    size: Size
+    folder: Path
+    data: Path
+    checks: list[dict[str, Any]] = field(default_factory=list)
+
+    def check(self, bound: str, of: str, value: float) -> None:
+        """Record a figure beside the bound of that name."""
+        met = value <= BOUNDS[bound]  # false for NaN
+        self.checks.append({"name": f"{bound}: {of}", "value": value, "bound": BOUNDS[bound], "met": met})
+
+    def words(self, app: str, run: str, **changes: object) -> list[str]:
+        """Command-line words of a training run; keys of ``changes`` write dots as two underscores."""
+        views = {"bert": 1, "crossbert": 2}[app]
+        values: dict[str, Any] = {
+            "dump_dir": self.folder / run,
+            "data.root_dir": self.data,
+            "data.validation.text": self.data / "text/valid",
+            "data.seq_len": self.size.seq_len,
+            "batch_tokens": self.size.rows * self.size.seq_len * views,
+            "micro_rows": self.size.rows // 2,
+            "steps": self.size.steps,
+            "compile": str(self.args.compile).lower(),
+            "dtype": "bf16" if self.device.type == "cuda" else "auto",
+            "model.dim": self.size.dim,
+            "model.n_layers": self.size.n_layers,
+            "model.n_heads": self.size.n_heads,
+            "optim.lr": 1e-3,
+            "logging.every": 1,
+            "logging.tensorboard": "false",
+            "checkpoint.dump.every": self.size.steps // 2,
+            "validation.every": self.size.steps,
+            "validation.rows": self.size.rows,
+        }
+        if app == "crossbert":
+            values["model.predictor.n_layers"] = 2
+        return [f"{k}={v}" for k, v in (values | {k.replace("__", "."): v for k, v in changes.items()}).items()]
+
+
+def train(app: str, words: list[str], ranks: int = 1, **variables: str) -> Path:
+    """``python -m apps.APP.train WORDS`` to its end, or the same on ``ranks`` ranks; returns the run folder."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launch, "-m", f"apps.{app}.train", *words]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"[-4000:])
+    return Path(next(word for word in words if word.startswith("dump_dir=")).partition("=")[2])
+
+
+def losses(run: Path) -> list[float]:
+    """Training losses by step."""
+    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+
+
+def difference(found: list[float], expected: list[float]) -> float:
+    """Largest relative difference; infinite if there are not as many or one is no number."""
+    pairs = list(zip(found, expected, strict=False))
+    if len(found) != len(expected) or any(a is None or b is None for a, b in pairs):
+        return float("inf")
+    return max(abs(a / b - 1) for a, b in pairs)
+
+
+def training(smoke: Smoke, app: str) -> dict[str, Any]:
+    """One run here, on the CPU, resumed from its middle, and on all GPUs."""
+    whole = train(app, smoke.words(app, f"{app}/whole"))
+    found = losses(whole)
+    cpu = train(app, smoke.words(app, f"{app}/cpu", dtype="fp32", compile="false"), CUDA_VISIBLE_DEVICES="")
+    smoke.check("bf16 against float32 on the CPU", app, difference(found, losses(cpu)))
+    resumed = smoke.folder / app / "resumed"
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / f"checkpoints/{smoke.size.steps:010d}")
+    train(app, smoke.words(app, f"{app}/resumed"))
+    if "resumed" not in (resumed / "train.log").read_text():
+        raise RuntimeError("the run did not go on from its checkpoint")
+    smoke.check("resumed against in one piece", app, difference(losses(resumed), found))
+    records = [record for record in read_metrics(whole / "metrics.jsonl") if "loss" in record]
+    result = {
+        "loss_first": found[0],
+        "loss_last": found[-1],
+        "resumed_bit_for_bit": losses(resumed) == found,
+        "view_tokens_per_second": median(record["tokens_per_second"] for record in records[len(records) // 2 :]),
+        "memory_gb": max(record["memory_gb"] for record in records),
+        "all_gpus": f"not run: {torch.cuda.device_count()} GPUs",
+    }
+    if torch.cuda.device_count() > 1:
+        together = train(app, smoke.words(app, f"{app}/all", distributed__dp_shard=-1), torch.cuda.device_count())
+        smoke.check("all GPUs against one", app, difference(losses(together), found))
+        result["all_gpus"] = torch.cuda.device_count()
+    return result
+
+
+def one_rank_fsdp(smoke: Smoke) -> dict[str, Any]:
+    """Loss and gradient norm of a CrossBERT without process group, and of one that is sharded over a single rank."""
+    size, device, dtype = smoke.size, smoke.device, pick_dtype("auto", smoke.device)
+    tokens_BS = torch.randint(5, 1000, (size.rows, size.seq_len), generator=torch.Generator().manual_seed(0)).to(device)
+    (view,) = complementary_views(torch.arange(size.rows, device=device), size.seq_len, 0.5, 0)
+
+    def figures() -> list[float]:
+        with torch.device("meta"):
+            model = CrossBert(CrossBertArgs(size.dim, size.n_layers, size.n_heads, 1000))
+        parallelize(model, World(device), DistributedArgs(), dtype, smoke.args.compile)
+        with precision(dtype, device):
+            loss, targets = model(tokens_BS, view)
+        loss.backward()
+        norm = full(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        return [float(loss.detach() / targets), float(norm / targets)]
+
+    plain = figures()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = figures()
+    finally:
+        dist.destroy_process_group()
+    smoke.check("FSDP2 on one rank against none", "crossbert", difference(sharded, plain))
+    return {"loss and gradient norm": {"plain": plain, "sharded": sharded}}
+
+
+def attention_backends(smoke: Smoke) -> dict[str, Any]:
+    """Each backend on random documents in both precisions: a row's own attention, and hidden positions' on visible."""
+    size, device = smoke.size, smoke.device
+    B, S, H, K = size.rows_of_attention, size.positions_of_attention, size.n_heads, size.dim // size.n_heads
+    generator = torch.Generator().manual_seed(0)
+    documents_BS = documents((torch.rand(B, S, generator=generator) > 0.05).long(), start_id=0).to(device)
+    view = split_positions(torch.arange(B, device=device), S, 0.5, 0)
+    hidden_BM, visible_BT = documents_BS.gather(1, view.hidden_BM), documents_BS.gather(1, view.visible_BT)
+    hidden_BM[0, :3] = 0
+    visible_BT[0] = visible_BT[0].clamp(min=1)  # the first queries see nothing
+    cases = {"self": (documents_BS, documents_BS), "cross": (hidden_BM, visible_BT)}
+    result: dict[str, Any] = {}
+    for backend in BACKENDS[1:]:
+        for dtype in (torch.bfloat16, torch.float32):
+            name = f"{backend}, {str(dtype).removeprefix('torch.')}"
+            try:
+                check_attention(backend, True, [K], device, dtype, compile=False)
+            except UserError as error:
+                result[name] = f"not run: {error}"
+                continue
+            result[name] = {}
+            for case, (queries, keys) in cases.items():
+                shapes = ((B, n, H, K) for n in (queries.shape[1], keys.shape[1], keys.shape[1], queries.shape[1]))
+                exact = [torch.randn(shape, generator=generator).to(device, dtype).double() for shape in shapes]
+                expected = forward_and_gradients(exact, document_mask("sdpa", queries, keys))
+                inputs, mask = [x.to(dtype) for x in exact], document_mask(backend, queries, keys)
+                found = forward_and_gradients(inputs, mask)
+                errors = [float((f - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True)]
+                kind = "bf16" if dtype == torch.bfloat16 else "float32"
+                smoke.check(f"attention in {kind} against float64", f"{backend}, {case}", max(errors))
+                result[name][case] = {"errors_of_output_q_k_v": errors, "ms": milliseconds(inputs, mask, device)}
+    return result
+
+
+def forward_and_gradients(inputs: list[Tensor], mask: Any) -> list[Tensor]:
+    """Output, and gradients of queries, keys and values for the last input as the output's, in float64."""
+    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    out = attention(q, k, v, mask)
+    return [out.detach().double(), *(g.double() for g in torch.autograd.grad(out, (q, k, v), inputs[3]))]
+
+
+def milliseconds(inputs: list[Tensor], mask: Any, device: torch.device) -> float | None:
+    """Median time of forward and backward pass on a GPU."""
+    if device.type != "cuda":
+        return None
+    times = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        forward_and_gradients(inputs, mask)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def backends_in_training(smoke: Smoke) -> dict[str, Any]:
+    """Losses of a CrossBERT within documents, with each backend."""
+    result: dict[str, Any] = {}
+    isolated = {"data__isolate_documents": "true", "steps": 4, "checkpoint__dump__every": 4}
+    for backend in BACKENDS[1:]:
+        compile = smoke.args.compile and backend != "xformers"
+        dtype = pick_dtype("auto", smoke.device)
+        head = smoke.size.dim // smoke.size.n_heads
+        try:
+            check_attention(backend, True, [head], smoke.device, dtype, compile)
+        except UserError as error:
+            result[backend] = f"not run: {error}"
+            continue
+        more = {"model__attention": backend, "compile": str(compile).lower(), **isolated}
+        result[backend] = losses(train("crossbert", smoke.words("crossbert", f"attention/{backend}", **more)))
+        smoke.check("a backend against sdpa in training", backend, difference(result[backend], result["sdpa"]))
+    return result
+
+
+def waits(smoke: Smoke) -> dict[str, Any]:
+    """How often the host waited for the device in steps 4 to 8, none of which is logged."""
+    if smoke.device.type != "cuda":
+        return {"not run": "no GPU: nothing to wait for"}
+    result: dict[str, Any] = {}
+    for app in APPS:
+        for name, isolated in (("whole rows", "false"), ("documents, flex", "true")):
+            options = {"logging__every": 100, "steps": 10, "checkpoint__dump__every": 100, "validation__every": 100}
+            words = smoke.words(app, f"waits/{app}/{name}", data__isolate_documents=isolated, **options)
+            seen = _train_and_watch(app, words, first=4, last=8)
+            smoke.check("waits in a step that is not logged", f"{app}, {name}", len(seen) / 5)
+            result[f"{app}, {name}"] = {"a_step": len(seen) / 5, "where": sorted(set(seen))}
+    return result
+
+
+def _train_and_watch(app: str, words: list[str], first: int, last: int) -> list[str]:
+    """Train in this process; file and line of every wait in the steps from ``first`` to ``last``."""
+    real = Run.steps
+
+    def steps(run: Run, model: torch.nn.Module, optimizer: Optimizer) -> Iterator:
+        for step, micro_batches in real(run, model, optimizer):
+            torch.cuda.set_sync_debug_mode("warn" if first <= step <= last else "default")
+            yield step, micro_batches
+
+    module = importlib.import_module(f"apps.{app}.train")
+    args_class = next(value for name, value in vars(module).items() if name.endswith("TrainArgs"))
+    with mock.patch.object(Run, "steps", steps), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            module.train(parse(args_class, words))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    own = [warning for warning in caught if "synchronizing" in str(warning.message)]
+    return [f"{Path(warning.filename).name}:{warning.lineno}" for warning in own]
+
+
+def main(args: GpuSmokeArgs) -> None:
+    """Run all parts, write the JSON, and raise UserError if a check failed."""
+    begun, device = time.monotonic(), pick_device()
+    is_gpu = device.type == "cuda"
+    parts = {f"training {app}": (lambda smoke, app=app: training(smoke, app)) for app in APPS}
+    parts |= {
+        "attention": attention_backends,
+        "FSDP2 on one rank": one_rank_fsdp,
+        "waits": waits,
+        "attention in training": backends_in_training,
+    }
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        size = GPU_SIZE if is_gpu else TOY_SIZE
+        smoke = Smoke(args, device, size, folder, prepare_text(folder, "roberta"))
+        for part, run in parts.items():
+            started = time.monotonic()
+            if started - begun > 60 * args.minutes:
+                results[part] = {"not run": f"{args.minutes:g} minutes were over"}
+                continue
+            print(f"{part} ...", flush=True)
+            try:
+                results[part] = run(smoke)
+            except Exception:
+                results[part] = {"failed": traceback.format_exc()[-4000:]}
+            results[part]["seconds"] = round(time.monotonic() - started, 1)
+    failed = [part for part, result in results.items() if "failed" in result]
+    failed += [check["name"] for check in smoke.checks if not check["met"]]
+    result = {
+        **environment("torch"),
+        "device": torch.cuda.get_device_name(device) if is_gpu else "CPU, at toy size: there is no GPU here",
+        "gpus": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "seconds": round(time.monotonic() - begun, 1),
+        "failed": failed,
+        "checks": smoke.checks,
+        "parts": results,
+    }
+    write_result(args.out, result)
+    if failed:
+        raise UserError(f"{len(failed)} of {len(smoke.checks)} checks and parts failed: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    cli(GpuSmokeArgs, main, "python -m benchmarks.gpu_smoke")
