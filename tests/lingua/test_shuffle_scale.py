@@ -298,6 +298,19 @@ def test_no_document_is_lost(corpus, clean, tmp_path):
     assert len(skipped) == 10
 
 
+def test_documents_that_do_not_add_up_are_an_error(corpus, tmp_path):
+    """As if one had been lost between the stages."""
+    for stage in ("tokenize", "sort"):
+        prepare(f"{corpus}/0.jsonl", tmp_path, stage=stage)
+    state = tmp_path / "web.partial/work/part_00000/progress.json"
+    values = json.loads(state.read_text())
+    values["counts"]["read"] += 1
+    state.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"work: documents are missing \(.*'read': 4001, .*'stored': 4000\}\): delete"):
+        prepare(f"{corpus}/0.jsonl", tmp_path, stage="pack")
+    assert not (tmp_path / "web").exists()
+
+
 def test_duplicates_are_dropped_wherever_they_are(tmp_path):
     """Whatever the files, memory and order, one copy of each text stays; the order is that of a hash of the text."""
     texts = [f"text {i % 700}" for i in range(3000)] + ["solo"]
