@@ -1,4 +1,4 @@
-"""Metrics of a run: ``metrics.jsonl``, TensorBoard, W&B, and what a person sees while it runs."""
+"""Metrics of a run: ``metrics.jsonl``, TensorBoard, and what a person sees while it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lingua.errors import UserError
-from lingua.wandb_run import WandbRun
 
 log = logging.getLogger(__name__)
 
@@ -83,22 +82,21 @@ def _line(record: dict[str, Any]) -> str:
 
 
 class Metrics:
-    """Appends records to ``metrics.jsonl``, TensorBoard and W&B.
+    """Appends records to ``metrics.jsonl`` and TensorBoard.
 
     Args:
         folder: run folder.
         step: step the run resumes from: later records, left by a run that was killed, are removed.
-        wandb: also gets every record.
     """
 
-    def __init__(self, folder: Path, step: int, tensorboard: bool, wandb: WandbRun | None = None) -> None:
+    def __init__(self, folder: Path, step: int, tensorboard: bool) -> None:
         path = folder / "metrics.jsonl"
         kept = [record for record in read_metrics(path) if record["step"] <= step]
         partial = path.with_suffix(".partial")
         partial.write_text("".join(map(_line, kept)))
         partial.replace(path)
         self._file = path.open("a")
-        self._tensorboard, self._wandb = None, wandb
+        self._tensorboard = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -112,15 +110,12 @@ class Metrics:
             for key, value in record.items():
                 if key != "step" and isinstance(value, (int, float)):
                     self._tensorboard.add_scalar(key, value, record["step"])
-        if self._wandb:
-            self._wandb.write(record)
 
     def close(self) -> None:
-        """Close what it writes to."""
+        """Close both files."""
         self._file.close()
-        for sink in (self._tensorboard, self._wandb):
-            if sink:
-                sink.close()
+        if self._tensorboard:
+            self._tensorboard.close()
 
 
 class Console:

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 
 from lingua.errors import UserError
-from lingua.metrics import Metrics
 from lingua.wandb_run import WandbArgs, WandbRun
 
 wandb = pytest.importorskip("wandb")
@@ -54,11 +53,10 @@ def history(records: list[Any]) -> list[dict[str, float]]:
 def one_start(folder: Path, steps: range, mode: str | None = "offline") -> None:
     """A process of the run: what Run does with W&B, offline."""
     run = WandbRun(WandbArgs(project="ours", mode=mode), folder, CONFIG)
-    metrics = Metrics(folder, steps.start - 1, tensorboard=False, wandb=run)
     for step in steps:
-        metrics.write({"step": step, "loss": 1.0 / step})
-        metrics.write({"step": step, "valid/web/loss@0.5": 2.0})
-    metrics.close()
+        run.write({"step": step, "loss": 1.0 / step})
+        run.write({"step": step, "valid/web/loss@0.5": 2.0})
+    run.close()
     wandb.teardown()  # as the process ends; its helper writes the file to its end
 
 
