@@ -15,6 +15,7 @@ in another order).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -91,7 +92,7 @@ class Ranks:
         self.processes: list[BaseProcess] = []
         for rank in range(size):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-            process = context.Process(target=_train, args=(app, words, variables | own, str(log)))
+            process = context.Process(target=_train, args=(app, words, variables | own, str(log)), daemon=True)
             process.start()
             self.processes.append(process)
 
@@ -168,10 +169,16 @@ def newest_whole(run: Path) -> int:
     return max((int(f.name) for f in list_checkpoints(run / "checkpoints") if (f / COMPLETE).is_file()), default=0)
 
 
-def being_written(run: Path) -> int | None:
-    """Step of a checkpoint without ``COMPLETE``, newer than those with it."""
-    steps = [int(f.name) for f in list_checkpoints(run / "checkpoints") if not (f / COMPLETE).is_file()]
-    return max((step for step in steps if step > newest_whole(run)), default=None)
+def broken(run: Path) -> tuple[int, int] | None:
+    """The newest checkpoint without ``COMPLETE``, if it is newer than those with it: its step, and when it changed.
+
+    One that an earlier kill left stays as it is until the run comes to save this step again.
+    """
+    with contextlib.suppress(FileNotFoundError):  # retention removed one meanwhile
+        folders = [f for f in list_checkpoints(run / "checkpoints") if not (f / COMPLETE).is_file()]
+        if folders and int(folders[-1].name) > newest_whole(run):
+            return int(folders[-1].name), folders[-1].stat().st_mtime_ns
+    return None
 
 
 def last_step(run: Path) -> int:
@@ -192,7 +199,7 @@ def one_life(args: KillsArgs, words: list[str], run: Path, draw: random.Random, 
     size = 2 if number == 0 else draw.choice(args.ranks)
     shard = draw.choice([1, -1])
     victims = list(range(size)) if everybody else [draw.randrange(size)]
-    whole, before = newest_whole(run), last_step(run)
+    whole, before, left = newest_whole(run), last_step(run), broken(run)
     # What is left is shared out evenly among the kills to come; a life lasts from no step to twice its share.
     share = (args.steps - whole) / (args.kills - number + 1)
     goal = min(whole + draw.randint(0, round(2 * share)), args.steps - args.save_every - 2)
@@ -212,9 +219,9 @@ def one_life(args: KillsArgs, words: list[str], run: Path, draw: random.Random, 
             return False
         if not _until(ranks, lambda: last_step(run) >= goal):
             return False
-        if when == "save":
-            return _until(ranks, lambda: being_written(run) is not None)
-        time.sleep(draw.uniform(0.0, 0.05))  # anywhere in a step
+        if when == "save" and not _until(ranks, lambda: broken(run) not in (None, left)):
+            return False
+        time.sleep(draw.uniform(0.0, 0.03))  # anywhere in a step, or in a save
         return True
 
     came = await_moment()
@@ -235,7 +242,7 @@ def one_life(args: KillsArgs, words: list[str], run: Path, draw: random.Random, 
         "resumed_at": int(resumed[-1]) if resumed else None,
         "last_step": last,
         "steps_lost": last - newest_whole(run),
-        "left_behind": being_written(run),
+        "left_a_broken_checkpoint": broken(run) not in (None, left),
         "statuses": statuses,
         "seconds_to_kill": round(killed - started, 1),
         "seconds_to_end": round(time.monotonic() - killed, 1),
@@ -294,7 +301,7 @@ def verdict(args: KillsArgs, lives: list[dict[str, Any]], killed: Path, peaceful
                 "kills": len(some),
                 "steps_lost_median": statistics.median(life["steps_lost"] for life in some),
                 "steps_lost_most": max(life["steps_lost"] for life in some),
-                "left_a_broken_checkpoint": sum(life["left_behind"] is not None for life in some),
+                "left_a_broken_checkpoint": sum(life["left_a_broken_checkpoint"] for life in some),
                 "seconds_until_all_ended_most": max(life["seconds_to_end"] for life in some),
             }
             for kind, some in by_kind.items()

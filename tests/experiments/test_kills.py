@@ -3,11 +3,12 @@
 import copy
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from experiments.kills import KINDS, KillsArgs, being_written, last_step, main, newest_whole, verdict
+from experiments.kills import KINDS, KillsArgs, broken, last_step, main, newest_whole, verdict
 from lingua.errors import UserError
 
 
@@ -24,16 +25,20 @@ def folder_with(run: Path, checkpoints: dict[int, bool], metrics: str = "") -> P
 
 
 def test_what_a_kill_left(tmp_path: Path) -> None:
-    assert (newest_whole(tmp_path / "none"), being_written(tmp_path / "none"), last_step(tmp_path / "none")) == (
-        0,
-        None,
-        0,
-    )
+    none = tmp_path / "none"
+    assert (newest_whole(none), broken(none), last_step(none)) == (0, None, 0)
     torn = '{"step": 9, "loss": 1.0}\n{"step": 10, "loss": 2.0}\n{"step": 11'
     run = folder_with(tmp_path / "run", {5: True, 10: False}, torn)
-    assert (newest_whole(run), being_written(run), last_step(run)) == (5, 10, 10)
+    assert (newest_whole(run), last_step(run)) == (5, 10)
+    before = broken(run)
+    assert before[0] == 10
+    assert broken(run) == before
+    time.sleep(0.01)
+    (run / "checkpoints/0000000010/file").touch()  # it is written anew
+    assert broken(run)[0] == 10
+    assert broken(run) != before
     run = folder_with(tmp_path / "older", {5: False, 10: True})
-    assert (newest_whole(run), being_written(run), last_step(run)) == (10, None, 0)
+    assert (newest_whole(run), broken(run), last_step(run)) == (10, None, 0)
 
 
 LIFE = {
@@ -42,7 +47,7 @@ LIFE = {
     "newest_whole_checkpoint": 5,
     "resumed_at": 5,
     "steps_lost": 3,
-    "left_behind": None,
+    "left_a_broken_checkpoint": False,
     "statuses": [-9, 1],
     "seconds_to_end": 1.0,
     "failure_before_the_kill": None,
@@ -62,7 +67,7 @@ def metrics(*losses: float, first: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    ("change", "found", "broken"),
+    ("change", "found", "unmet"),
     [
         ({}, metrics(3.0, 2.0, 1.0), []),
         ({"resumed_at": 4}, metrics(3.0, 2.0, 1.0), ["starts elsewhere than at the newest whole checkpoint"]),
@@ -79,9 +84,9 @@ def metrics(*losses: float, first: int = 1) -> str:
         ({}, metrics(3.0, 2.00001, 1.0), ["largest relative difference of a loss"]),
     ],
 )
-def test_each_bar_can_fail(tmp_path: Path, change: dict, found: str, broken: list[str]) -> None:
+def test_each_bar_can_fail(tmp_path: Path, change: dict, found: str, unmet: list[str]) -> None:
     lives = [LIFE | change, copy.deepcopy(STOPPED)]
-    assert broken_bars(tmp_path, lives, found, metrics(3.0, 2.0, 1.0)) == broken
+    assert broken_bars(tmp_path, lives, found, metrics(3.0, 2.0, 1.0)) == unmet
 
 
 def test_a_stop_that_loses_steps_or_ends_otherwise_is_told(tmp_path: Path) -> None:
