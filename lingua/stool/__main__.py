@@ -65,8 +65,10 @@ def _command(argv: list[str]) -> None:
         resume(args.run, args.changes, argv[cut + 1 :], args.new_code)
     else:
         from lingua.stool.evaluation import evaluate_again
+        from lingua.stool.sweep import expand
 
-        evaluate_again(args.run)
+        for run in expand([args.run]):
+            evaluate_again(run)
 
 
 if __name__ == "__main__":

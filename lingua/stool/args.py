@@ -45,6 +45,9 @@ class ResourceArgs:
         }
         check_fields(type(self).__name__, self, checks)
 
+        if self.ngpu and self.ranks_per_node > self.ngpu:
+            raise UserError(f"tasks_per_node={self.tasks_per_node}: each rank needs a GPU of its own, ngpu={self.ngpu}")
+
     @property
     def ranks_per_node(self) -> int:
         """Training processes on each node."""
@@ -108,6 +111,10 @@ class StoolArgs(ResourceArgs):
         check_fields("stool", self, checks)
         if self.launcher == "slurm" and not self.time:
             raise UserError("no value for time: a job needs a limit, such as time=24:00:00; it goes on after it")
+        if self.launcher == "slurm" and _seconds(self.time) <= self.signal_s:
+            raise UserError(
+                f"signal_s={self.signal_s} is no less than time={self.time}: the run would be told to stop at once"
+            )
         if self.launcher != "slurm" and self.nodes > 1:
             raise UserError(f"launcher={self.launcher} runs on this machine: nodes={self.nodes} needs launcher=slurm")
         if self.eval.script and self.launcher == "slurm" and not self.eval.time:
@@ -209,6 +216,17 @@ def split_values(key: str, text: str) -> list[str]:
     if "" in values or depth:
         raise UserError(f"sweep.{key}={text}: expected values with commas between them")
     return values
+
+
+def _seconds(limit: str) -> int:
+    """A time limit as sbatch reads it, in seconds."""
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # D-HH, D-HH:MM, D-HH:MM:SS
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:  # MM, MM:SS, HH:MM:SS
+        hours, minutes, seconds = parts if len(parts) == 3 else [0, *[*parts, 0][:2]]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def quote(words: list[str]) -> str:

@@ -125,6 +125,27 @@ def run_evaluation(run: str, step: str) -> None:
         raise SystemExit(code if code > 0 else 128 - code)
 
 
+def reconcile(run: Path) -> None:
+    """Mark evaluations as failed whose job has ended without a word, killed or out of time."""
+    from lingua.stool import scheduler
+
+    under_way = {
+        step: found["job"]
+        for step, found in evaluations(run).items()
+        if found["state"] in (SUBMITTED, RUNNING) and not found.get("job", "local").startswith("local")
+    }
+    try:
+        known = scheduler.states(under_way.values())
+    except scheduler.SchedulerError:
+        return
+    for step, job in under_way.items():
+        state = known.get(job, ("gone", ""))[0]
+        found = evaluations(run)[step]  # it may have ended, and said so, while the scheduler was asked
+        if state not in (*scheduler.WAITING, *scheduler.ACTIVE) and found["state"] in (SUBMITTED, RUNNING):
+            release(found["checkpoint"])
+            _update(run, step, state=FAILED, reason=f"job {job}: {state} by the scheduler")
+
+
 def evaluate_again(run: Path) -> None:
     """Submit the evaluations that failed or were asked for but never submitted. Raises UserError."""
     from lingua.storage import as_path
@@ -133,6 +154,7 @@ def evaluate_again(run: Path) -> None:
     launch = records.read_launch(run)
     if not launch["args"]["eval"]["script"]:
         raise UserError(f"{run} was launched without eval.script")
+    reconcile(run)
     for step, found in evaluations(run).items():
         if found["state"] == FAILED:
             if as_path(found["checkpoint"]).is_dir():

@@ -62,6 +62,8 @@ def launch(request: Request) -> None:
         print(line)
     code = snapshot.next_folder(records.home(folder))
     info = snapshot.take(code, args.snapshot_mb)
+    for name in filter(None, (args.script, args.eval.script)):
+        snapshot.check_module(code, load_script(name).module)
     lines = [{"name": name, "values": point} for name, point in zip(names, found, strict=True)]
     for number, (run, text) in enumerate(configs.items()):
         if run not in runs:
@@ -188,21 +190,29 @@ def resume(folder: Path, changes: list[str], words: list[str], new_code: bool) -
         print("nothing to submit")
         return
     launches = {run: records.read_launch(run) for run in runs}
-    first = launches[runs[0]]
-    changed = parse_changes(first["args"], changes)
-    code = Path(first["code"])
     if new_code:
         code = snapshot.next_folder(records.home(folder))
-        snapshot.take(code, changed.snapshot_mb)
-    elif not code.is_dir():
+        snapshot.take(code, launches[runs[0]]["args"]["snapshot_mb"])
+        launches = {run: launch | {"code": str(code)} for run, launch in launches.items()}
+    # Runs of a sweep that was extended later have code of their own, and a job has one.
+    for code in dict.fromkeys(launch["code"] for launch in launches.values()):
+        group = {run: launch for run, launch in launches.items() if launch["code"] == code}
+        _submit_again(folder, group, Path(code), changes, words)
+
+
+def _submit_again(
+    folder: Path, launches: dict[Path, dict[str, Any]], code: Path, changes: list[str], words: list[str]
+) -> None:
+    if not code.is_dir():
         raise UserError(f"{code}: the code this run was launched with is gone; --new-code takes that of today")
+    changed = parse_changes(next(iter(launches.values()))["args"], changes)
     for run, launch in launches.items():
         script = load_script(changed.script)
         config = parse(script.config_class, [f"config={records.home(run)}/{CONFIG}", *launch["words"], *words])
         plan = make_plan(script, config, changed)
-        launch |= {"args": to_dict(changed), "words": [*launch["words"], *words], "code": str(code), "plan": plan}
-        records.write_launch(run, launch)
-    _submit(folder, runs, code, changed)
+        told = {"args": to_dict(changed), "words": [*launch["words"], *words], "plan": plan}
+        records.write_launch(run, launch | told)
+    _submit(folder, list(launches), code, changed)
 
 
 def parse_changes(old: dict[str, Any], changes: list[str]) -> StoolArgs:

@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from submitit.slurm.slurm import read_job_id
 
 TIMEOUT_S = 10.0
+# What it calls a job that is there and may run.
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "RESV_DEL_HOLD", "REQUEUE_FED")
+ACTIVE = ("RUNNING", "CONFIGURING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING", "PREEMPTED")
 
 
 class SchedulerError(Exception):

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lingua
@@ -56,6 +57,18 @@ def take(folder: Path, max_mb: float) -> dict[str, Any]:
     (partial / INFO).write_text(json.dumps(info, indent=1) + "\n")
     partial.rename(folder)
     return info
+
+
+def check_module(code: Path, module: ModuleType) -> None:
+    """Raise UserError if a script of the user's would not be found by the job."""
+    path = Path(module.__file__ or "").resolve()
+    if "site-packages" in path.parts:
+        return
+    if not path.is_relative_to(root()) or not (code / path.relative_to(root())).is_file():
+        raise UserError(
+            f"{path} is not in the copy of the code that the job runs: put it below {root()}, where .gitignore does "
+            "not name it"
+        )
 
 
 def next_folder(stool: Path) -> Path:

@@ -12,10 +12,6 @@ from lingua.errors import UserError
 from lingua.stool import evaluation, records, scheduler, sweep
 from lingua.stool.ranks import rank_log
 
-# What the scheduler calls a job that is there and may run.
-WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "RESV_DEL_HOLD", "REQUEUE_FED")
-ACTIVE = ("RUNNING", "CONFIGURING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING", "PREEMPTED")
-
 
 def states(runs: list[Path]) -> dict[Path, dict[str, Any]]:
     """The summary of each run's records with its state now, and ``note`` where that needs a word.
@@ -45,10 +41,10 @@ def states(runs: list[Path]) -> dict[Path, dict[str, Any]]:
         now = records.summary(run)
         if now["state"] in records.ENDED:
             found[run] = now
-        elif state in WAITING:
+        elif state in scheduler.WAITING:
             about["state"] = records.REQUEUED if about["state"] == records.REQUEUED else records.PENDING
             about["note"] = reason
-        elif state in ACTIVE:
+        elif state in scheduler.ACTIVE:
             if about["state"] != records.CANCELLING:
                 about["state"] = records.RUNNING
         elif about["state"] == records.CANCELLING or state == "CANCELLED":
@@ -79,6 +75,8 @@ def status(folders: list[Path], as_json: bool = False) -> None:
     for folder in folders:
         if (folder / sweep.INDEX).is_file():
             sweep.refresh(folder.absolute())
+    for run in runs:
+        evaluation.reconcile(run)
     lines = {run: _line(run, about) for run, about in found.items()}
     if as_json:
         for line in lines.values():

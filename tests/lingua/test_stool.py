@@ -72,6 +72,8 @@ def test_text_stays_text() -> None:
         (["script=a", "time=1:2:3:4"], "time=1:2:3:4: expected minutes"),
         (["script=a", "launcher=local", "nodes=2"], "nodes=2 needs launcher=slurm"),
         ([*START, "eval.script=b"], "no value for eval.time"),
+        (["script=a", "time=2"], "signal_s=120 is no less than time=2: the run would be told to stop at once"),
+        ([*START, "ngpu=2", "tasks_per_node=4"], "tasks_per_node=4: each rank needs a GPU of its own, ngpu=2"),
         ([*START, "sweep.seed=1,,2"], "sweep.seed=1,,2: expected values with commas"),
     ],
 )
@@ -80,9 +82,21 @@ def test_words_that_are_refused(words: list[str], message: str) -> None:
         read_request(words)
 
 
-@pytest.mark.parametrize("limit", ["90", "10:00", "24:00:00", "2-12", "2-12:30", "2-12:30:00"])
-def test_time_limits_as_sbatch_takes_them(limit: str) -> None:
-    assert read_request(["script=a", f"time={limit}"]).args.time == limit
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("90", 5400),
+        ("10:30", 630),
+        ("24:00:01", 86401),
+        ("2-12", 216000),
+        ("2-12:30", 217800),
+        ("2-12:30:05", 217805),
+    ],
+)
+def test_time_limits_as_sbatch_takes_them(limit: str, seconds: int) -> None:
+    assert read_request(["script=a", f"time={limit}", f"signal_s={seconds - 1}"]).args.time == limit
+    with pytest.raises(UserError, match="told to stop at once"):
+        read_request(["script=a", f"time={limit}", f"signal_s={seconds}"])
 
 
 def test_values_are_split_outside_of_brackets_only() -> None:
@@ -104,7 +118,7 @@ def config(*words: str) -> CrossBertTrainArgs:
 
 
 def plan(*words: str, **launch: object) -> dict:
-    args = StoolArgs(script="apps.crossbert.train", time="1", **launch)
+    args = StoolArgs(script="apps.crossbert.train", time="10", **launch)
     return make_plan(load_script("apps.crossbert.train"), config(*words), args)
 
 
@@ -165,6 +179,15 @@ def test_scripts_that_are_none() -> None:
         load_script("apps.nothing")
     with pytest.raises(UserError, match=r"script=lingua.errors: has no call of cli"):
         load_script("lingua.errors")
+
+
+def test_a_script_that_the_job_would_not_find(tmp_path: Path) -> None:
+    module = load_script("apps.crossbert.train").module
+    with pytest.raises(UserError, match=r"train.py is not in the copy of the code that the job runs"):
+        snapshot.check_module(tmp_path, module)
+    (tmp_path / "apps/crossbert").mkdir(parents=True)
+    (tmp_path / "apps/crossbert/train.py").write_text("")
+    snapshot.check_module(tmp_path, module)
 
 
 # --- batch scripts
@@ -286,7 +309,7 @@ def test_a_snapshot_that_is_too_large_names_what_is(repository: Path, tmp_path: 
 def submitted(run: Path, job: str = "7", launcher: str = "slurm", **about: object) -> None:
     records.append(run, "submit", job=job, launcher=launcher, host="here", **about)
     if not (run / "stool/launch.json").exists():
-        records.write_launch(run, {"args": to_dict(StoolArgs(script="s", time="1")), "plan": {"steps": 30}})
+        records.write_launch(run, {"args": to_dict(StoolArgs(script="s", time="10")), "plan": {"steps": 30}})
 
 
 def started(run: Path, job: str = "7", restart: int = 0, pid: int = 1) -> None:
@@ -461,7 +484,7 @@ def test_a_request_for_an_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFi
     launch_evaluation(run, checkpoint)  # not launched by this launcher: nothing to do
     assert not run.exists()
     checkpoint.mkdir(parents=True)
-    records.write_launch(run, {"args": to_dict(StoolArgs(script="s", time="1"))})
+    records.write_launch(run, {"args": to_dict(StoolArgs(script="s", time="10"))})
     launch_evaluation(run, checkpoint)  # no evaluation wanted
     assert evaluations(run) == {}
     records.write_launch(run, {"args": {"eval": {"script": "apps.crossbert.eval"}}})
@@ -491,3 +514,21 @@ def test_a_checkpoint_in_line_for_evaluation_is_not_removed(tmp_path: Path) -> N
     release(str(root / "0000000010"))
     remove_old(root, 1)
     assert [path.name for path in sorted(root.iterdir())] == ["0000000020", "0000000030"]
+
+
+def test_an_evaluation_whose_job_is_gone(clients: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    submitted(tmp_path)
+    checkpoint = tmp_path / "checkpoints/0000000010"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / LEASE).write_text("{}")
+    path = tmp_path / "stool/evaluations/0000000010.json"
+    path.parent.mkdir()
+    found = {"state": "RUNNING", "checkpoint": str(checkpoint), "job": "8"}
+    records.write_json(path, found)
+    client(clients, "squeue", "echo '7|RUNNING|None'; echo '8|RUNNING|None'")
+    status.status([tmp_path])
+    assert "evaluations: 10 running\n" in capsys.readouterr().out
+    client(clients, "squeue", "echo '7|RUNNING|None'; echo '8|TIMEOUT|None'")
+    status.status([tmp_path])
+    assert "evaluations: 10 failed (job 8: TIMEOUT by the scheduler)\n" in capsys.readouterr().out
+    assert not (checkpoint / LEASE).exists()

@@ -1,6 +1,6 @@
 """A private SLURM of two nodes on this machine, from Debian's packages; nothing of the system is changed.
 
-Usable by hand, too: ``python -m tests.slurm.cluster FOLDER`` starts one and stops it at Ctrl-C.
+Usable by hand, too: ``python -m tests.slurm.cluster FOLDER`` starts one and stops it at Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -186,6 +186,8 @@ def _free_ports() -> int:
 
 if __name__ == "__main__":
     install()
+    # A shell's background processes ignore SIGINT.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     cluster = Cluster(Path(sys.argv[1]).absolute())
     print(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}", flush=True)
     try:

@@ -11,6 +11,7 @@ import pytest
 from lingua.stool import records
 from lingua.stool.evaluation import LEASE, evaluations
 from tests.slurm.launching import Launcher, logs, losses, wait
+from tests.support import run_app, tiny_words
 
 pytestmark = pytest.mark.slow
 CHECKPOINTS = [f"{step:010d}" for step in (10, 20, 30)]
@@ -31,8 +32,9 @@ def test_each_checkpoint_is_probed_while_training_goes_on(launcher: Launcher) ->
     changes = {"checkpoint__dump__every": 10, "validation__every": 1000}
     probed = launcher.launch("probed", *probe_words(launcher.folder, "test.jsonl"), **changes)
     failing = launcher.launch("failing", *probe_words(launcher.folder, "absent.jsonl"), **changes)
-    plain = launcher.launch("plain", **changes)
-    for run in (probed, failing, plain):
+    plain = launcher.folder / "plain"
+    run_app("crossbert", tiny_words("crossbert", launcher.corpus, plain, **changes))
+    for run in (probed, failing):
         assert launcher.wait_for_end(run)["state"] == records.FINISHED, logs(run)
     for run in (probed, failing):
         wait(lambda run=run: {e["state"] for e in evaluations(run).values()} <= {"DONE", "FAILED"}, 120)

@@ -75,16 +75,6 @@ def test_a_run_goes_on_after_its_time_limit(launcher: Launcher) -> None:
     assert saved_steps(run) == [stopped, stopped]
 
 
-def test_no_restart_is_left(launcher: Launcher) -> None:
-    run = launcher.launch("run", "max_restarts=0", steps=100_000)
-    launcher.wait_for_step(run, 3)
-    launcher.cluster.call("scancel", "--signal=USR2", records.summary(run)["job"])
-    about = launcher.wait_for_end(run)
-    assert (about["state"], about["exit"]) == (records.FAILED, 140)
-    assert "no restart left of max_restarts=0" in launcher.state(run)["failure"]
-    assert launcher.slurm_state(run) == "FAILED"
-
-
 def test_a_rank_that_is_killed_ends_the_job_and_is_named(launcher: Launcher) -> None:
     run = launcher.launch("run", "nodes=2", "tasks_per_node=2", steps=100_000)
     launcher.wait_for_step(run, 3)
