@@ -31,18 +31,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from apps.crossbert.model import CrossBert, CrossBertArgs
+from benchmarks.backends import backend_errors
 from benchmarks.common import environment, write_result
 from benchmarks.made_up import prepare_text
 from lingua.args import cli, parse
-from lingua.attention import BACKENDS, attention, check_attention, document_mask
+from lingua.attention import BACKENDS, check_attention
 from lingua.distributed import DistributedArgs, World, full, parallelize, pick_device, pick_dtype, precision
 from lingua.errors import UserError
-from lingua.masking import complementary_views, documents, split_positions
+from lingua.masking import complementary_views
 from lingua.metrics import read_metrics
-from lingua.optim import Optimizer
 from lingua.run import Run
 
 APPS = ("bert", "crossbert")
@@ -72,7 +71,7 @@ class Size:
     positions_of_attention: int
 
 
-GPU_SIZE = Size(256, 4, 4, 128, 32, 20, 8, 512)
+GPU_SIZE = Size(256, 4, 4, 128, 32, 10, 8, 512)
 TOY_SIZE = Size(32, 2, 2, 32, 8, 6, 2, 64)
 
 
@@ -207,78 +206,26 @@ def one_rank_fsdp(smoke: Smoke) -> dict[str, Any]:
     return {"loss and gradient norm": {"plain": plain, "sharded": sharded}}
 
 
-def attention_backends(smoke: Smoke) -> dict[str, Any]:
-    """Each backend on random documents in both precisions: a row's own attention, and hidden positions' on visible."""
+def attention_backend(smoke: Smoke, backend: str) -> dict[str, Any]:
+    """A backend against float64 in both precisions, and in the training of a CrossBERT against sdpa."""
     size, device = smoke.size, smoke.device
-    B, S, H, K = size.rows_of_attention, size.positions_of_attention, size.n_heads, size.dim // size.n_heads
-    generator = torch.Generator().manual_seed(0)
-    documents_BS = documents((torch.rand(B, S, generator=generator) > 0.05).long(), start_id=0).to(device)
-    view = split_positions(torch.arange(B, device=device), S, 0.5, 0)
-    hidden_BM, visible_BT = documents_BS.gather(1, view.hidden_BM), documents_BS.gather(1, view.visible_BT)
-    hidden_BM[0, :3] = 0
-    visible_BT[0] = visible_BT[0].clamp(min=1)  # the first queries see nothing
-    cases = {"self": (documents_BS, documents_BS), "cross": (hidden_BM, visible_BT)}
+    shape = (size.rows_of_attention, size.positions_of_attention, size.n_heads, size.dim // size.n_heads)
     result: dict[str, Any] = {}
-    for backend in BACKENDS[1:]:
-        for dtype in (torch.bfloat16, torch.float32):
-            name = f"{backend}, {str(dtype).removeprefix('torch.')}"
-            try:
-                check_attention(backend, True, [K], device, dtype, compile=False)
-            except UserError as error:
-                result[name] = f"not run: {error}"
-                continue
-            result[name] = {}
-            for case, (queries, keys) in cases.items():
-                shapes = ((B, n, H, K) for n in (queries.shape[1], keys.shape[1], keys.shape[1], queries.shape[1]))
-                exact = [torch.randn(shape, generator=generator).to(device, dtype).double() for shape in shapes]
-                expected = forward_and_gradients(exact, document_mask("sdpa", queries, keys))
-                inputs, mask = [x.to(dtype) for x in exact], document_mask(backend, queries, keys)
-                found = forward_and_gradients(inputs, mask)
-                errors = [float((f - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True)]
-                kind = "bf16" if dtype == torch.bfloat16 else "float32"
-                smoke.check(f"attention in {kind} against float64", f"{backend}, {case}", max(errors))
-                result[name][case] = {"errors_of_output_q_k_v": errors, "ms": milliseconds(inputs, mask, device)}
-    return result
-
-
-def forward_and_gradients(inputs: list[Tensor], mask: Any) -> list[Tensor]:
-    """Output, and gradients of queries, keys and values for the last input as the output's, in float64."""
-    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
-    out = attention(q, k, v, mask)
-    return [out.detach().double(), *(g.double() for g in torch.autograd.grad(out, (q, k, v), inputs[3]))]
-
-
-def milliseconds(inputs: list[Tensor], mask: Any, device: torch.device) -> float | None:
-    """Median time of forward and backward pass on a GPU."""
-    if device.type != "cuda":
-        return None
-    times = []
-    for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        forward_and_gradients(inputs, mask)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
-
-
-def backends_in_training(smoke: Smoke) -> dict[str, Any]:
-    """Losses of a CrossBERT within documents, with each backend."""
-    result: dict[str, Any] = {}
-    isolated = {"data__isolate_documents": "true", "steps": 4, "checkpoint__dump__every": 4}
-    for backend in BACKENDS[1:]:
-        compile = smoke.args.compile and backend != "xformers"
-        dtype = pick_dtype("auto", smoke.device)
-        head = smoke.size.dim // smoke.size.n_heads
-        try:
-            check_attention(backend, True, [head], smoke.device, dtype, compile)
-        except UserError as error:
-            result[backend] = f"not run: {error}"
-            continue
-        more = {"model__attention": backend, "compile": str(compile).lower(), **isolated}
-        result[backend] = losses(train("crossbert", smoke.words("crossbert", f"attention/{backend}", **more)))
-        smoke.check("a backend against sdpa in training", backend, difference(result[backend], result["sdpa"]))
+    for kind, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
+        result[kind] = found = backend_errors(backend, dtype, device, *shape)
+        for case in () if isinstance(found, str) else found:
+            errors = found[case]["errors"]
+            smoke.check(f"attention in {kind} against float64", f"{backend}, {case}", max(errors))
+    compile = smoke.args.compile and backend != "xformers"
+    try:
+        check_attention(backend, True, [shape[-1]], device, pick_dtype("auto", device), compile)
+    except UserError as error:
+        return result | {"training": f"not run: {error}"}
+    options = {"data__isolate_documents": "true", "model__attention": backend, "compile": str(compile).lower()}
+    words = smoke.words("crossbert", f"attention/{backend}", steps=4, checkpoint__dump__every=4, **options)
+    result["training"] = losses(train("crossbert", words))
+    plain = losses(smoke.folder / "attention/sdpa")
+    smoke.check("a backend against sdpa in training", backend, difference(result["training"], plain))
     return result
 
 
@@ -287,13 +234,13 @@ def waits(smoke: Smoke) -> dict[str, Any]:
     if smoke.device.type != "cuda":
         return {"not run": "no GPU: nothing to wait for"}
     result: dict[str, Any] = {}
-    for app in APPS:
-        for name, isolated in (("whole rows", "false"), ("documents, flex", "true")):
-            options = {"logging__every": 100, "steps": 10, "checkpoint__dump__every": 100, "validation__every": 100}
-            words = smoke.words(app, f"waits/{app}/{name}", data__isolate_documents=isolated, **options)
-            seen = _train_and_watch(app, words, first=4, last=8)
-            smoke.check("waits in a step that is not logged", f"{app}, {name}", len(seen) / 5)
-            result[f"{app}, {name}"] = {"a_step": len(seen) / 5, "where": sorted(set(seen))}
+    options = {"logging__every": 100, "steps": 10, "checkpoint__dump__every": 100, "validation__every": 100}
+    for app, isolated in (("bert", "false"), ("crossbert", "false"), ("crossbert", "true")):
+        name = f"{app}, {'documents, flex' if isolated == 'true' else 'whole rows'}"
+        words = smoke.words(app, f"waits/{name}", data__isolate_documents=isolated, **options)
+        seen = _train_and_watch(app, words, first=4, last=8)
+        smoke.check("waits in a step that is not logged", name, len(seen) / 5)
+        result[name] = {"a_step": len(seen) / 5, "where": sorted(set(seen))}
     return result
 
 
@@ -301,8 +248,8 @@ def _train_and_watch(app: str, words: list[str], first: int, last: int) -> list[
     """Train in this process; file and line of every wait in the steps from ``first`` to ``last``."""
     real = Run.steps
 
-    def steps(run: Run, model: torch.nn.Module, optimizer: Optimizer) -> Iterator:
-        for step, micro_batches in real(run, model, optimizer):
+    def steps(run: Run, *args: Any) -> Iterator:
+        for step, micro_batches in real(run, *args):
             torch.cuda.set_sync_debug_mode("warn" if first <= step <= last else "default")
             yield step, micro_batches
 
@@ -323,11 +270,10 @@ def main(args: GpuSmokeArgs) -> None:
     begun, device = time.monotonic(), pick_device()
     is_gpu = device.type == "cuda"
     parts = {f"training {app}": (lambda smoke, app=app: training(smoke, app)) for app in APPS}
+    parts |= {"FSDP2 on one rank": one_rank_fsdp, "waits": waits}
     parts |= {
-        "attention": attention_backends,
-        "FSDP2 on one rank": one_rank_fsdp,
-        "waits": waits,
-        "attention in training": backends_in_training,
+        f"attention {backend}": (lambda smoke, backend=backend: attention_backend(smoke, backend))
+        for backend in BACKENDS[1:]
     }
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:

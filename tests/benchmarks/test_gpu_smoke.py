@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_smoke
+from benchmarks import backends, gpu_smoke
 from benchmarks.gpu_smoke import BOUNDS, TOY_SIZE, GpuSmokeArgs, Smoke, difference, main
+from lingua.attention import Mask
 from lingua.errors import UserError
 from tests.support import ROOT, environment, run_app
 
@@ -46,10 +47,11 @@ def test_all_parts_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for case in ("self", "cross"):
         assert f"attention in bf16 against float64: sdpa, {case}" in checks
         assert checks[f"attention in float32 against float64: sdpa, {case}"]["value"] < 1e-5
-    attention = result["parts"]["attention"]
-    assert attention["flex, bfloat16"].startswith("not run: model.attention=flex cannot run here")
-    assert attention["varlen, bfloat16"].startswith("not run: model.attention=varlen cannot run here")
-    assert len(result["parts"]["attention in training"]["sdpa"]) == 4
+    assert len(result["parts"]["attention sdpa"]["training"]) == 4
+    for backend in ("flex", "varlen", "xformers"):
+        part = result["parts"][f"attention {backend}"]
+        for kind in ("bf16", "float32", "training"):
+            assert part[kind].startswith(f"not run: model.attention={backend} cannot run here")
     assert result["parts"]["waits"]["not run"] == "no GPU: nothing to wait for"
     assert str(tmp_path) not in out.read_text()
 
@@ -59,15 +61,15 @@ def test_what_is_wrong_is_found_and_the_rest_is_run(tmp_path: Path, monkeypatch:
     def broken(*args: object, **variables: str) -> Path:
         raise RuntimeError("no training today")
 
-    real = gpu_smoke.attention
+    real = backends.attention
+
+    def wrong_in_float32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+        return real(q, k, v * (1.05 if q.dtype == torch.float32 else 1.0), mask)
+
     monkeypatch.setattr(gpu_smoke, "train", broken)
-    monkeypatch.setattr(
-        gpu_smoke, "attention", lambda q, k, v, mask: real(q, k, v * (1 + 0.05 * (q.dtype == torch.float32)), mask)
-    )
+    monkeypatch.setattr(backends, "attention", wrong_in_float32)
     out = tmp_path / "out.json"
-    with pytest.raises(
-        UserError, match="training bert; training crossbert; attention in training; attention in float32"
-    ):
+    with pytest.raises(UserError, match="training bert; training crossbert; attention sdpa; attention in float32"):
         main(GpuSmokeArgs(str(out), compile=False))
     result = json.loads(out.read_text())
     assert "no training today" in result["parts"]["training bert"]["failed"]
@@ -83,6 +85,15 @@ def test_parts_that_would_begin_too_late_are_left_out_and_said_to_be(tmp_path: P
     result = json.loads(out.read_text())
     assert {part["not run"] for part in result["parts"].values()} == {"0 minutes were over"}
     assert result["checks"] == []
+
+
+def test_the_cases_have_queries_that_see_nothing_and_documents_of_one_side() -> None:
+    queries, keys = backends.cases(2, 64, torch.device("cpu"))["cross"]
+    assert (queries.diff() >= 0).all()
+    assert (keys.diff() >= 0).all()
+    seen, asked = ({int(d) for d in part[0]} for part in (keys, queries))
+    assert asked - seen
+    assert seen - asked
 
 
 def test_differences_by_hand() -> None:
