@@ -214,8 +214,9 @@ def parallelize(model: nn.Module, world: World, args: DistributedArgs, dtype: to
         if args.activation_checkpointing != "none":
             block.forward = _checkpointed(block.forward, args.activation_checkpointing)
         if compile:
-            # Block by block: the same code is compiled once for all layers, and starts in seconds.
-            block.compile(fullgraph=True, dynamic=False)
+            # Block by block: the same code is compiled once for all layers, and starts in seconds. The forward pass
+            # alone, so that the hooks that gather and shard parameters stay outside of the graph.
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     model.to(torch.float64 if dtype == torch.float64 else torch.float32)
     if dist.is_initialized():  # also by who wants a single rank sharded
         _shard(model, blocks, world, args, dtype)
@@ -243,8 +244,12 @@ def _checkpointed(forward: Any, mode: str) -> Any:
             return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
 
         context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
-    # There is no dropout, so no random state to keep.
-    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **context)
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:  # torch.compile would skip a partial of checkpoint
+        # There is no dropout, so no random state to keep.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **context, **kwargs)
+
+    return checkpointed
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], world: World, args: DistributedArgs, dtype: torch.dtype) -> None:
