@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,14 @@ import pytest
 from lingua.metrics import read_metrics
 from lingua.stool import records, sweep
 from lingua.stool.evaluation import evaluations
-from tests.support import ROOT, deterministic, environment, run_app, tiny_words
+from tests.slurm.launching import wait
+from tests.support import deterministic, run_app, run_command, tiny_words
 
 OWN = ["script=apps.crossbert.train", "launcher=local", "ngpu=0"]
 
 
 def stool(*words: object, **options: Any) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "lingua.stool", *map(str, words)]
-    settings = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 120}
-    return subprocess.run(command, **settings | options)
+    return run_command([sys.executable, "-m", "lingua.stool", *map(str, words)], timeout=120, **options)
 
 
 def launch(run: Path, corpus: Path, *own: str, **changes: object) -> None:
@@ -34,21 +32,13 @@ def launch(run: Path, corpus: Path, *own: str, **changes: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def wait(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return value
-
-
 def wait_for_end(run: Path) -> dict[str, Any]:
-    return wait(lambda: (about := records.summary(run))["state"] in records.ENDED and about)
+    return wait(lambda: (about := records.summary(run))["state"] in records.ENDED and about, 120)
 
 
 def rank_process(run: Path) -> int:
     """The training process of a run, once it catches signals."""
-    wait(lambda: records.progress(run).get("step", 0) >= 3)
+    wait(lambda: records.progress(run).get("step", 0) >= 3, 120)
     pid = records.summary(run)["pid"]
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
@@ -87,7 +77,7 @@ def test_a_run_that_is_cancelled_and_resumed(tmp_path: Path, corpus: Path) -> No
     assert (about["state"], about["exit"]) == (records.CANCELLED, 143)
     step = json.loads(next(run.glob("checkpoints/*/state.json")).read_text())["step"]
     assert stool("resume", run, "max_restarts=1", "--", "logging.every=2").returncode == 0
-    wait(lambda: records.progress(run).get("step", 0) > step + 5)
+    wait(lambda: records.progress(run).get("step", 0) > step + 5, 120)
     child = rank_process(run)
     assert records.read_launch(run)["args"]["max_restarts"] == 1
     log = (run / "train.log").read_text()
@@ -121,7 +111,8 @@ def test_a_sweep_beside_one_another(tmp_path: Path, corpus: Path) -> None:
     assert stool(*own, "--", *words).returncode == 0
     for name in ("lr=1e-3", "lr=2e-3"):
         assert wait_for_end(folder / name)["state"] == records.FINISHED
-    assert [line["metrics"]["step"] for line in wait(lambda: sweep.runs(folder))] == [3, 3]
+    wait(lambda: [line["state"] for line in sweep.runs(folder)] == [records.FINISHED] * 2, 30)
+    assert [line["metrics"]["step"] for line in sweep.runs(folder)] == [3, 3]
     (_, end), (start, _) = (
         [r["time"] for r in records.read(folder / name) if r["event"] in ("start", "end")]
         for name in ("lr=1e-3", "lr=2e-3")
@@ -148,7 +139,7 @@ def test_a_checkpoint_is_probed(tmp_path: Path, corpus: Path) -> None:
     run = tmp_path / "run"
     launch(run, corpus, "eval.script=apps.crossbert.eval", f"eval.config={config}", steps=3)
     wait_for_end(run)
-    found = wait(lambda: [e for e in evaluations(run).values() if e["state"] in ("DONE", "FAILED")])
+    found = wait(lambda: [e for e in evaluations(run).values() if e["state"] in ("DONE", "FAILED")], 120)
     assert found[0]["state"] == "DONE", (run / "stool/evaluations/0000000003.log").read_text()
     assert json.loads((run / "eval/0000000003/results.json").read_text())["step"] == 3
 

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from lingua.stool import records, sweep
-from tests.slurm.launching import Launcher, ends, logs, starts
+from tests.slurm.launching import Launcher, ends, logs, starts, wait
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +28,9 @@ def test_six_runs_of_which_one_fails_and_is_launched_again(launcher: Launcher) -
     for run in runs:
         launcher.wait_for_end(run, 180)
 
-    index = sweep.runs(folder)
-    assert [line["state"] for line in index] == [records.FINISHED] * 5 + [records.FAILED]
+    # A job brings the index up to date just after it has written down its end.
+    expected = [records.FINISHED] * 5 + [records.FAILED]
+    index = wait(lambda: (lines := sweep.runs(folder)) and [r["state"] for r in lines] == expected and lines, 30)
     assert [line["values"]["optim.lr"] for line in index] == [f"0.00{i}" for i in range(1, 7)]
     assert [line["metrics"].get("step") for line in index] == [5] * 5 + [None]
     assert (index[5]["exit"], index[5]["reason"]) == (2, "user error")
@@ -47,7 +48,7 @@ def test_six_runs_of_which_one_fails_and_is_launched_again(launcher: Launcher) -
     assert again.stdout.count("submitted") == 1
     assert again.stdout.count("finished, left alone") == 5
     assert launcher.wait_for_end(runs[5])["state"] == records.FINISHED, logs(runs[5])
-    assert [line["state"] for line in sweep.runs(folder)] == [records.FINISHED] * 6
+    wait(lambda: [line["state"] for line in sweep.runs(folder)] == [records.FINISHED] * 6, 30)
     assert [len(starts(run)) for run in runs] == [1, 1, 1, 1, 1, 2]
 
 
