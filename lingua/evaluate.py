@@ -27,7 +27,7 @@ from lingua.hf_encoder import load_hf_encoder, parameter_counts
 from lingua.probe import ProbeArgs
 from lingua.probe_task import glue_average, probe_task
 from lingua.results import UNTRAINED, writable_folder, write_results
-from lingua.storage import is_local
+from lingua.storage import as_path, is_local
 from lingua.tasks import Task, TaskArgs, load_task
 
 HF = "hf:"
@@ -130,7 +130,10 @@ class Evaluation:
         self.device = args.device or str(self.world.device)
         self.dtype = pick_dtype(args.dtype, torch.device(self.device.partition(":")[0]))
         if args.ckpt is not None:
-            self.run = run_folder(args.ckpt, resolve(args.ckpt))
+            # A run that is watched need not have a checkpoint yet.
+            self.run = as_path(args.ckpt) if args.watch else run_folder(args.ckpt, resolve(args.ckpt))
+            if not self.run.is_dir():
+                raise UserError(f"{self.run}: no such run folder")
         self.root = Path("eval") if args.ckpt is None else self.run / "eval"
         if not is_local(self.root) and args.out is None:
             raise UserError(f"ckpt={args.ckpt} is not on a disk: give out=FOLDER for the results")

@@ -73,20 +73,24 @@ def watch(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _done(evaluation: Evaluation, checkpoint: Path) -> dict[str, Any] | None:
-    """Results that are there already, if their settings are these."""
+    """Results that are there already, if their settings and data are these."""
     path = evaluation.out(checkpoint.name) / RESULTS
     try:
         results = json.loads(path.read_text())
-        told = results["config"]
+        told = {name: [task[split]["files"] for split in ("train", "test")] for name, task in results["tasks"].items()}
+        config = results["config"]
     except (OSError, ValueError, KeyError):
         return None
     wanted = json.loads(json.dumps(to_dict(evaluation.args)))
-    same = all(told.get(key) == value for key, value in wanted.items() if key not in NOT_OF_THE_SCORES)
-    return results if same else None
+    same = all(config.get(key) == value for key, value in wanted.items() if key not in NOT_OF_THE_SCORES)
+    same_data = told == {task.name: [task.train.files, task.test.files] for task in evaluation.tasks()}
+    return results if same and same_data else None
 
 
 def _is_last(run: Path, step: str) -> bool:
     """Whether the run ends at ``step``, as far as its config tells (a length in FLOPs does not)."""
+    if not (run / "config.yaml").is_file():  # it has not begun yet
+        return False
     config = read_yaml(run / "config.yaml")
     steps = config.get("steps")
     if steps is None and config.get("tokens") and config.get("batch_tokens"):

@@ -95,6 +95,10 @@ def test_it_follows_a_run_to_its_last_step(run: Path, monkeypatch: pytest.Monkey
     assert len(evaluated) == 3
     evaluate(args_of(run, final_norm=False), Bert, BertArgs)  # other settings
     assert len(evaluated) == 6
+    with (run.parent / "rows.jsonl").open("a") as file:  # other data
+        file.write(json.dumps(ROWS[0]) + "\n")
+    evaluate(args_of(run, final_norm=False), Bert, BertArgs)
+    assert len(evaluated) == 9
 
 
 def test_it_ends_when_nothing_comes(run: Path) -> None:
@@ -102,8 +106,26 @@ def test_it_ends_when_nothing_comes(run: Path) -> None:
     assert evaluate(args_of(run, watch_minutes=0.0), Bert, BertArgs)["step"] == 3
     shutil.rmtree(run / "checkpoints/0000000003")
     evaluation_args = args_of(run, watch_minutes=0.0)
-    with pytest.raises(UserError, match="no complete checkpoint"):
+    with pytest.raises(UserError, match="no complete checkpoint came in 0 minutes"):
         evaluate(evaluation_args, Bert, BertArgs)
+    with pytest.raises(UserError, match="nowhere: no such run folder"):
+        evaluate(args_of(run.parent / "nowhere"), Bert, BertArgs)
+
+
+def test_it_waits_for_the_first_checkpoint(run: Path) -> None:
+    set_config(run, steps=3)
+    checkpoint, config = run / "checkpoints/0000000003", run / "config.yaml"
+    checkpoint.rename(run / "hidden")
+    config.rename(run / "hidden.yaml")
+
+    def begin() -> None:
+        (run / "hidden.yaml").rename(config)
+        (run / "hidden").rename(checkpoint)
+
+    later = threading.Timer(0.5, begin)
+    later.start()
+    assert evaluate(args_of(run), Bert, BertArgs)["step"] == 3
+    later.join()
 
 
 def test_a_checkpoint_that_retention_removed_is_passed_over(
