@@ -41,7 +41,7 @@ def test_all_parts_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     checks = {check["name"]: check for check in result["checks"]}
     assert all(check["met"] and check["value"] <= check["bound"] for check in checks.values())
     for app in ("bert", "crossbert"):
-        assert checks[f"bf16 against float32 on the CPU: {app}"]["bound"] == BOUNDS["bf16 against float32 on the CPU"]
+        assert checks[f"here against float32 on the CPU: {app}"]["bound"] == BOUNDS["here against float32 on the CPU"]
         assert f"resumed against in one piece: {app}" in checks
     assert "FSDP2 on one rank against none: crossbert" in checks
     for case in ("self", "cross"):
@@ -102,7 +102,7 @@ def test_differences_by_hand() -> None:
     assert difference([1.0, None], [1.0, 2.0]) == float("inf")  # what is not finite is written as null
     smoke = Smoke(GpuSmokeArgs("x"), torch.device("cpu"), TOY_SIZE, Path(), Path())
     for value in (0.02, 0.0100001, float("nan"), 0.01):
-        smoke.check("bf16 against float32 on the CPU", "bert", value)
+        smoke.check("here against float32 on the CPU", "bert", value)
     assert [check["met"] for check in smoke.checks] == [False, False, False, True]
 
 
