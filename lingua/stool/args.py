@@ -70,7 +70,7 @@ class EvaluationArgs(ResourceArgs):
     """A job of its own for each checkpoint that is kept. What is empty here is as for the training job."""
 
     script: str = ""  # module, such as apps.crossbert.eval; empty: no evaluation jobs
-    config: str = ""  # its YAML file; ckpt is set for each checkpoint
+    config: str = ""  # its YAML file; ckpt and out are set for each checkpoint
     words: list[str] = field(default_factory=list)  # more key=value for it
     # Of each evaluation job: singleton runs those of one run one after another, afterany:JOB with the training job's
     # number as {job} holds them until training has ended.
@@ -201,6 +201,11 @@ def _check_texts(path: str) -> None:
         for key, value in texts.items():
             if _is_text(key) and not isinstance(value, str):
                 raise UserError(f"{path}: {key}: {value!r} is read as no text: put it in quotes, as in '24:00:00'")
+
+
+def script_words(config: str, words: list[str]) -> list[str]:
+    """The script's command line."""
+    return ([f"config={config}"] if config else []) + words
 
 
 def split_values(key: str, text: str) -> list[str]:

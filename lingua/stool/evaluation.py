@@ -39,15 +39,16 @@ def launch_evaluation(run_folder: str | Path, checkpoint_folder: str | Path) -> 
         checkpoint_folder: one of its checkpoints, such as ``checkpoints/0000001000``.
     """
     try:
-        run, checkpoint = Path(run_folder), checkpoint_folder
+        run = Path(run_folder)
         launch = records.home(run) / "launch.json"
         if not launch.is_file() or not json.loads(launch.read_text())["args"]["eval"]["script"]:
             return
-        request = _file(run, Path(checkpoint).name)
+        from lingua.storage import as_path
+
+        checkpoint = as_path(checkpoint_folder)
+        request = _file(run, checkpoint.name)
         if request.exists():
             return  # of an earlier start, which went back to a checkpoint before this one
-        if isinstance(checkpoint, str):
-            checkpoint = Path(checkpoint)
         _hold(checkpoint)
         request.parent.mkdir(parents=True, exist_ok=True)
         records.write_json(request, {"state": REQUESTED, "checkpoint": str(checkpoint)})
@@ -100,6 +101,7 @@ def _submit(run: Path, step: str, launch: dict[str, Any]) -> str:
 
 def run_evaluation(run: str, step: str) -> None:
     """The evaluation job: its output goes to ``evaluations/STEP.log``, its result where its script puts it."""
+    from lingua.stool.args import script_words
     from lingua.stool.ranks import script_command
 
     folder = Path(run)
@@ -107,8 +109,10 @@ def run_evaluation(run: str, step: str) -> None:
     os.chdir(launch["cwd"])
     evaluation = launch["args"]["eval"]
     checkpoint = evaluations(folder)[step]["checkpoint"]
-    config = [f"config={evaluation['config']}"] if evaluation["config"] else []
-    command = script_command(launch, [evaluation["script"], *config, f"ckpt={checkpoint}", *evaluation["words"]])
+    words = script_words(
+        evaluation["config"], [f"ckpt={checkpoint}", f"out={folder}/eval/{step}", *evaluation["words"]]
+    )
+    command = script_command(launch, [evaluation["script"], *words])
     log_path = records.home(folder) / "evaluations" / f"{step}.log"
     with contextlib.ExitStack() as stack:
         if launch["args"]["launcher"] != "slurm":  # where the scheduler does not see to it: one at a time

@@ -12,9 +12,9 @@ from typing import Any
 from lingua.args import build, parse, to_dict, to_yaml
 from lingua.errors import UserError
 from lingua.stool import records, snapshot, submit, sweep
-from lingua.stool.args import Request, StoolArgs, as_text, quote
+from lingua.stool.args import Request, StoolArgs, as_text, quote, script_words
 from lingua.stool.job import local_job, run_job
-from lingua.stool.plan import describe, load_script, make_plan, resolve, script_words
+from lingua.stool.plan import describe, load_script, make_plan, resolve
 from lingua.stool.status import run_state
 
 CONFIG = "config.yaml"
@@ -49,14 +49,14 @@ def launch(request: Request) -> None:
         print(_executor(folder, records.home(folder) / "code" / "0001", args).script(len(names) if names[0] else None))
         print("".join(f"# {line}\n" for line in describe(plans[0], args, len(names))), end="")
         return
-    runs = _new_runs(folder, configs, request.is_sweep)
-    if not runs:
-        print("nothing to submit")
-        return
     if args.launcher == "debug":
         if request.is_sweep:
             raise UserError("launcher=debug runs one run, not a sweep")
         _debug(folder, script.function, config)
+        return
+    runs = _new_runs(folder, configs, request.is_sweep)
+    if not runs:
+        print("nothing to submit")
         return
     for line in describe(plans[0], args, len(names)):
         print(line)
@@ -95,7 +95,7 @@ def _launch_record(
 
 def _check_evaluation(args: StoolArgs) -> None:
     script = load_script(args.eval.script)
-    parse(script.config_class, script_words(args.eval.config, [*args.eval.words, "ckpt=CHECKPOINT"]))
+    parse(script.config_class, script_words(args.eval.config, ["ckpt=CHECKPOINT", "out=FOLDER", *args.eval.words]))
 
 
 def _new_runs(folder: Path, configs: dict[Path, str], is_sweep: bool) -> list[Path]:

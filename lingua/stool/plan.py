@@ -13,7 +13,7 @@ from typing import Any
 
 from lingua.args import parse
 from lingua.errors import UserError
-from lingua.stool.args import StoolArgs
+from lingua.stool.args import StoolArgs, script_words
 
 # Bytes a weight costs in training with AdamW: float32 value, gradient and two moments.
 BYTES_PER_WEIGHT = 16
@@ -42,11 +42,6 @@ def load_script(name: str) -> Script:
             if len(names) == 2:
                 return Script(module, getattr(module, names[0]), getattr(module, names[1]))
     raise UserError(f"script={name}: has no call of cli(CONFIG, FUNCTION, ...), the command line of a script here")
-
-
-def script_words(config: str, words: list[str]) -> list[str]:
-    """The script's command line."""
-    return ([f"config={config}"] if config else []) + words
 
 
 def make_plan(script: Script, config: Any, args: StoolArgs) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lingua.stool.evaluation import LEASE, evaluations
 from lingua.stool.job import ENDING, decide
 from lingua.stool.plan import activation_bytes, load_script, make_plan
 from lingua.stool.ranks import SRUN_FAILURE, _numbers
+from lingua.storage import as_path
 from tests.support import ROOT, environment, tiny_words
 
 START = ["script=apps.crossbert.train", "time=60"]
@@ -491,6 +492,10 @@ def test_a_request_for_an_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFi
     launch_evaluation(run, str(checkpoint))
     assert evaluations(run) == {"0000000010": {"state": "REQUESTED", "checkpoint": str(checkpoint)}}
     assert (checkpoint / LEASE).is_file()
+    elsewhere = as_path("memory://bucket/0000000020")
+    launch_evaluation(run, elsewhere)
+    assert evaluations(run)["0000000020"]["checkpoint"] == str(elsewhere)
+    assert (elsewhere / LEASE).exists()
     (run / "stool/launch.json").write_text("{")
     launch_evaluation(run, checkpoint)
     assert "no evaluation of" in caplog.text
