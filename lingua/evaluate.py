@@ -73,6 +73,8 @@ class EvalArgs:
             raise UserError(f"layers={self.layers}: expected all, a number or a list such as [0,4,-1]")
         if self.batch_tokens < 1:
             raise UserError(f"batch_tokens={self.batch_tokens}: expected at least 1")
+        if self.dtype not in ("fp32", "bf16", "auto"):
+            raise UserError(f"dtype={self.dtype}: expected fp32, bf16 or auto")
         if not self.watch_minutes >= 0:
             raise UserError(f"watch_minutes={self.watch_minutes}: expected 0 or more")
         self.tasks = _named_tasks(self.tasks)

@@ -42,16 +42,21 @@ class HFEncoder(FrozenEncoder):
         check_texts(pairs or [])
         if len(texts) == 0:
             return Sequences([])
-        second = None if pairs is None else list(pairs)
-        whole = self._tokens(list(texts), second, truncation=False)["input_ids"]
+        whole = self._tokens(list(texts), None if pairs is None else list(pairs), truncation=False)
+        found = Sequences([np.array(ids, dtype=np.int64) for ids in whole["input_ids"]])
+        if self._has_types:
+            found.types = [np.array(types, dtype=np.int64) for types in whole["token_type_ids"]]
         specials = self.tokenizer.num_special_tokens_to_add(pair=pairs is not None)
-        for index, ids in enumerate(whole):
+        for index, ids in enumerate(found.ids):
             if len(ids) <= specials:
                 raise UserError(f"text {index} ({texts[index]!r}) has no token: remove it or give it content")
-        cut = self._tokens(list(texts), second, truncation=True)
-        types = [np.array(types, dtype=np.int64) for types in cut["token_type_ids"]] if self._has_types else None
-        truncated = sum(len(ids) > self.max_length for ids in whole)
-        return Sequences([np.array(ids, dtype=np.int64) for ids in cut["input_ids"]], types, truncated=truncated)
+            if len(ids) > self.max_length:
+                cut = self._tokens(texts[index], None if pairs is None else pairs[index], truncation=True)
+                found.truncated += 1
+                found.ids[index] = np.array(cut["input_ids"], dtype=np.int64)
+                if found.types is not None:
+                    found.types[index] = np.array(cut["token_type_ids"], dtype=np.int64)
+        return found
 
     def word_sequences(self, sentences: Sequence[Sequence[str]]) -> Sequences:
         check_words(sentences)

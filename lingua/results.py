@@ -49,6 +49,7 @@ def shown_scores(results: dict[str, Any]) -> list[str]:
 
 
 def kinds_of(results: dict[str, Any]) -> list[str]:
+    """The probes that were asked for."""
     return results["config"]["probe"]["kinds"]
 
 

@@ -204,7 +204,7 @@ def test_the_command_prints_the_table(files: dict[str, Path], capsys: pytest.Cap
         ({"ckpt": None}, "give one of ckpt=RUN and model=hf:ID"),
         ({"ckpt": None, "model": "hf:x", "watch": True}, "random_init and watch are for runs"),
         ({"watch_minutes": -1.0}, "watch_minutes=-1.0"),
-        ({"dtype": "fp8"}, "dtype=fp8: expected auto, bf16, fp32"),
+        ({"dtype": "fp64"}, "dtype=fp64: expected fp32, bf16 or auto"),
         ({"probe": {"kinds": ["attentive"]}}, r"tasks.words: the attentive probe pools a text; this task labels words"),
         ({"tasks": {"a": {"trian": "x"}}}, "unknown key tasks.a.trian: did you mean tasks.a.train"),
         ({"tasks": {"a": {"train": "x"}}}, "no value for tasks.a.test"),
