@@ -13,6 +13,7 @@ from apps.crossbert.model import CrossBertArgs
 from lingua.attention import attention, check_attention, document_mask, pack, round_up
 from lingua.errors import UserError
 from lingua.masking import documents, same_document
+from lingua.stats import attention_statistics
 from lingua.transformer import EncoderBlock, PredictorArgs, TransformerArgs, rotary_angles
 from tests.support import run_app, tiny_words
 
@@ -143,7 +144,10 @@ def test_every_backend_knows_its_mask(backend: str, monkeypatch) -> None:
     if backend == "xformers":
         pytest.importorskip("xformers")
     queries, keys = documents_of_views(0)
-    assert torch.equal(document_mask(backend, queries, keys).dense(), same_document(queries, keys))
+    mask, expected = document_mask(backend, queries, keys), same_document(queries, keys)
+    assert torch.equal(mask.dense(), expected)
+    q, k, _ = inputs(queries.shape[1], keys.shape[1])
+    assert attention_statistics(q, k, mask) == attention_statistics(q, k, expected)
 
 
 def test_the_default_on_a_cpu_is_the_plain_mask() -> None:
