@@ -1,4 +1,4 @@
-"""Probe a frozen BERT: ``python -m apps.bert.eval ckpt=runs/bert tasks.NAME.train=FILE tasks.NAME.test=FILE``.
+"""Probe a frozen BERT: ``python -m apps.bert.eval ckpt=runs/bert tasks=glue`` (docs/evaluation.md).
 
 The work is :mod:`lingua.evaluate`'s, the same for every app. This adds the model: its parameter counts are
 reported, and a run of another app is refused.
