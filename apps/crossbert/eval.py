@@ -1,4 +1,4 @@
-"""Probe a frozen CrossBERT encoder: ``python -m apps.crossbert.eval ckpt=runs/crossbert tasks=glue`` (docs/evaluation.md).
+"""Probe a frozen CrossBERT encoder: ``python -m apps.crossbert.eval ckpt=runs/x tasks=glue`` (docs/evaluation.md).
 
 The work is :mod:`lingua.evaluate`'s, the same for every app. This adds the model: parameters are counted with
 the predictor, per token and for the encoder alone, and a run of another app is refused.
