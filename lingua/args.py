@@ -110,6 +110,11 @@ def to_dict(args: Any) -> dict[str, Any]:
     return dataclasses.asdict(args)
 
 
+def defaults(cls: type) -> dict[str, Any]:
+    """The config of ``cls`` where nothing is given, as nested plain dicts."""
+    return typing.cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.structured(cls)))
+
+
 def help_text(cls: type, usage: str) -> str:
     """Every field of ``cls`` with type, default and its comments in the source: beside it, and above it as lines."""
     lines = [f"usage: {usage} [config=FILE.yaml] [key=value ...]", ""]

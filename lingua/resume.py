@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
-from lingua.args import read_yaml, to_dict
+from lingua.args import defaults, read_yaml, to_dict
 from lingua.errors import UserError
 from lingua.tokenizer import Tokenizer, TokenizerArgs
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 # A resumed run may change these: they do not touch the mathematics. Everything else only by resume.allow.
 FREE_TO_CHANGE = (
-    "dump_dir", "micro_rows", "compile", "distributed", "logging", "checkpoint", "validation", "resume",
-    "model.attention",
+    "dump_dir", "micro_rows", "compile", "distributed", "logging", "stats", "profiling", "checkpoint", "validation",
+    "resume", "model.attention",
     "data.root_dir", "data.validation", "data.prefetch", "data.cache_dir", "data.cache_gb", "optim.max_nonfinite",
 )  # fmt: skip
 
@@ -54,7 +54,9 @@ def check_config(checkpoint: Path, args: Any) -> None:
     Raises:
         UserError: a key differs that is neither free to change nor in ``args.resume.allow``.
     """
-    old, new = flat(read_yaml(checkpoint / "config.yaml")), flat(to_dict(args))
+    new = flat(to_dict(args))
+    # What the config did not know yet when the checkpoint was written stood at what is now its default.
+    old = flat(defaults(type(args))) | flat(read_yaml(checkpoint / "config.yaml"))
     allowed = args.resume.allow
     unknown = [key for key in allowed if key not in new and key != "data"]
     if unknown:

@@ -3,110 +3,43 @@
 from __future__ import annotations
 
 import logging
-import resource
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lingua import checkpoint, resume
 from lingua.args import to_dict, to_yaml
 from lingua.attention import check_attention
-from lingua.data import DataArgs, Position, Rows, TokenStream
-from lingua.distributed import DistributedArgs, pick_dtype, precision, start
+from lingua.data import Position, Rows, TokenStream
+from lingua.distributed import pick_dtype, precision, start
 from lingua.errors import UserError
+from lingua.flops import ForwardFlops, device_peak, utilization
 from lingua.interrupt import Interrupt, requeue
+from lingua.logger import Interval, Logger, peak_memory
 from lingua.loss import LossSum
-from lingua.masking import View, hidden_count
-from lingua.metrics import Console, Metrics, log_file_only, start_logging
-from lingua.optim import OptimArgs, Optimizer, learning_rate
-from lingua.saving import CheckpointArgs, Checkpointer
+from lingua.masking import View
+from lingua.metrics import log_file_only, start_logging
+from lingua.optim import Optimizer, learning_rate
+from lingua.profiling import Profiler
+from lingua.run_args import RunArgs
+from lingua.saving import Checkpointer
+from lingua.secrets import check_no_secrets
 from lingua.source import TokenSource
-from lingua.stool import launch_evaluation
+from lingua.stats import Stats
+from lingua.stool.evaluation import launch_evaluation
 from lingua.storage import as_path
 from lingua.tokenizer import build_tokenizer, save_copy
-from lingua.transformer import TransformerArgs
-from lingua.validate import ValidationArgs, validate
+from lingua.validate import validate
 from lingua.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class LoggingArgs:
-    """How often and where metrics go."""
-
-    every: int = 10  # steps between records
-    tensorboard: bool = True  # write tb/ beside metrics.jsonl
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UserError(f"logging.every={self.every}: expected at least 1")
-
-
-@dataclass
-class ResumeArgs:
-    """What a resumed run may change."""
-
-    allow: list[str] = field(default_factory=list)  # config keys allowed to differ from the run's own, by name
-
-
-@dataclass
-class InitArgs:
-    """Where a new run starts from, if not from scratch. A run that has a checkpoint of its own ignores it."""
-
-    path: str | None = None  # run folder (its newest checkpoint) or checkpoint folder of the same model shape
-    optimizer: bool = False  # also take its optimizer state, as for the decay branch of a wsd run
-    position: bool = False  # also go on where it was in each source of the data; else from the beginning
-
-    def __post_init__(self) -> None:
-        if self.path is None and (self.optimizer or self.position):
-            raise UserError("init.optimizer and init.position need init.path")
-
-
-@dataclass
-class RunArgs:
-    """What every app's training config has."""
-
-    dump_dir: str = "???"  # run folder; a run that is there already is resumed
-    seed: int = 0  # initial weights, masks and the order of later epochs
-    # Length of the run: give exactly one of steps, tokens and flops.
-    steps: int | None = None  # optimizer steps
-    tokens: float | None = None  # view tokens, as the paper counts: each view of a row counts data.seq_len
-    flops: float | None = None  # training FLOPs, as the paper counts: C = F * tokens
-    batch_tokens: int = 393216  # view tokens in an optimizer step, over all ranks
-    micro_rows: int = 32  # rows in one forward and backward pass; memory decides
-    dtype: str = "auto"  # compute precision: auto, bf16, fp32, fp64
-    compile: bool = False  # torch.compile each block
-    model: TransformerArgs = field(default_factory=TransformerArgs)  # each app's own
-    data: DataArgs = field(default_factory=DataArgs)
-    optim: OptimArgs = field(default_factory=OptimArgs)
-    distributed: DistributedArgs = field(default_factory=DistributedArgs)
-    checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
-    init: InitArgs = field(default_factory=InitArgs)
-    validation: ValidationArgs = field(default_factory=ValidationArgs)
-    logging: LoggingArgs = field(default_factory=LoggingArgs)
-    resume: ResumeArgs = field(default_factory=ResumeArgs)
-
-    def __post_init__(self) -> None:
-        lengths = {"steps": self.steps, "tokens": self.tokens, "flops": self.flops}
-        given = {name: value for name, value in lengths.items() if value is not None}
-        if len(given) != 1:
-            raise UserError(f"give exactly one of steps, tokens and flops; found {given or 'none'}")
-        name, value = next(iter(given.items()))
-        if value <= 0:
-            raise UserError(f"{name}={value}: expected more than 0")
-        if self.micro_rows < 1:
-            raise UserError(f"micro_rows={self.micro_rows}: expected at least 1")
-        for ratio in self.validation.ratios:
-            hidden_count(self.data.seq_len, ratio)
 
 
 class Run:
@@ -126,6 +59,7 @@ class Run:
                 f"{args.data.seq_len} counts {row_tokens} tokens with {views} view{'s' * (views > 1)}; "
                 f"the nearest that fits is {nearest}"
             )
+        check_no_secrets(to_dict(args))
         self.args, self.views = args, views
         self.folder = Path(args.dump_dir)
         self.tokenizer = build_tokenizer(args.data.tokenizer)
@@ -143,7 +77,6 @@ class Run:
         self._watchdog = Watchdog(self.world, args.distributed.timeout)
         self._interrupt = Interrupt(self.world)
         self._closing = ExitStack()
-        self._away = 0.0  # seconds of this interval spent in validation and checkpoints
 
     def __enter__(self) -> Run:
         try:
@@ -226,13 +159,14 @@ class Run:
             partial.replace(self.folder / "config.yaml")
             save_copy(self.tokenizer, self.folder / "tokenizer")
 
-    def total_steps(self, flops_per_token: Callable[[int], float]) -> int:
+    def total_steps(self, flops_per_token: Callable[[int], float], row_flops: Callable[[int], ForwardFlops]) -> int:
         """Optimizer steps of the whole run: the nearest whole number, at least one.
 
         Args:
             flops_per_token: the paper's F per view token, as a function of the row length.
+            row_flops: what the forward pass of one row costs the hardware, likewise.
         """
-        self.flops_per_token = flops_per_token
+        self.flops_per_token, self.row_flops = flops_per_token, row_flops
         if self.args.steps is not None:
             return self.args.steps
         if self.args.tokens is not None:
@@ -259,55 +193,51 @@ class Run:
         Exit status after a signal: 128 + its number (130 for Ctrl-C), with everything saved.
         """
         self.model, self.optimizer = model, optimizer
-        self._checkpointer = Checkpointer(
-            self._root,
-            self.args.checkpoint,
-            self.world.saving,
-            completed=lambda folder: launch_evaluation(self.folder, folder),
-        )
         done = self._restore()
         if done > optimizer.steps:
             raise UserError(f"{self.folder} has {done} steps done already, this config asks for {optimizer.steps}")
-        if self.world.is_first:
-            self._metrics = Metrics(self.folder, done, self.args.logging.tensorboard)
-            self._closing.callback(self._metrics.close)
+        args, world = self.args, self.world
+        self._logger = Logger(world, self.folder, args.logging, done, to_dict(args))
+        self._closing.callback(self._logger.close)
         if done == optimizer.steps:
             log.info("%s: finished already, %d of %d steps done", self.folder, done, optimizer.steps)
             return
-        if self.world.is_first:
-            self._console = Console(self.folder.name, optimizer.steps, done)
-            self._closing.callback(self._console.close)
+        self._checkpointer = Checkpointer(self._root, args.checkpoint, world.saving, self._saved)
+        stats = Stats(args.stats, model, optimizer.adamw, self.precision, self._logger.write)
+        profiler = Profiler(args.profiling, self.folder, world.device, optimizer.steps, world.rank)
+        self._closing.callback(profiler.close)
+        self._peak = device_peak(world.device, self.dtype)
+        self._logger.show_progress(optimizer.steps, done)
         model.train()
-        self._begin_interval(done)
+        self._interval = Interval(done)
         batches = self.stream.steps(done + 1, optimizer.steps)
         for step in range(done + 1, optimizer.steps + 1):
             self._watchdog.tick(f"step {step}")
             asked = time.perf_counter()
             micro_batches = next(batches)
-            self._waited += time.perf_counter() - asked
+            self._interval.data += time.perf_counter() - asked
             self._interrupt.begin_vote()
-            yield step, [rows.to(self.world.device) for rows in micro_batches]
-            if self.world.is_first:
-                self._console.step(step)
+            with profiler.step(step), stats.step(step):
+                yield step, [rows.to(world.device) for rows in micro_batches]
+            self._logger.step(step)
             if self._interrupt.agreed is not None:
                 self._finish_saving()
                 name = self._interrupt.agreed.name
                 log.info("stopped by %s after step %d; the same command goes on from there", name, step)
-                if self.args.distributed.requeue and name == "SIGUSR2" and self.world.is_first:
+                if args.distributed.requeue and name == "SIGUSR2" and world.is_first:
                     requeue()
                 raise SystemExit(128 + self._interrupt.agreed)
         self._finish_saving()
         log.info("done: %d steps in %s", optimizer.steps, self.folder)
 
+    def _saved(self, folder: Path) -> None:
+        """A checkpoint is whole."""
+        launch_evaluation(self.folder, folder)
+
     def _finish_saving(self) -> None:
         self._watchdog.tick("waiting for the last checkpoint")
         self._checkpointer.wait()
         self._checkpointer.close()
-
-    def _begin_interval(self, step: int) -> None:
-        """Start to count the seconds and steps of the next record."""
-        self._interval_start, self._interval_step = time.perf_counter(), step
-        self._waited = self._away = self._checkpointer.seconds = 0.0
 
     def _restore(self) -> int:
         """Load what there is to start from; returns the number of steps done."""
@@ -332,9 +262,10 @@ class Run:
         if step % self.args.logging.every and step != self.optimizer.steps:
             return
         self._checkpointer.check()
-        seconds = time.perf_counter() - self._interval_start
-        training = seconds - self._away - self._checkpointer.seconds
-        tokens = (step - self._interval_step) * self.args.batch_tokens
+        interval = self._interval
+        interval.saving = self._checkpointer.take_seconds()
+        tokens = (step - interval.first_step) * self.args.batch_tokens
+        rows = tokens // (self.views * self.stream.phase(step).seq_len)
         record = {
             "step": step,
             "tokens": step * self.args.batch_tokens,
@@ -345,17 +276,22 @@ class Run:
             "lr": learning_rate(step, self.optimizer.steps, self.args.optim),
             "skipped_steps": int(self.optimizer.skipped),
             **self.stream.progress(step),
-            "tokens_per_second": tokens / training,
-            "data_tokens_per_second": tokens / self.views / training,
-            "data_wait_share": self._waited / training,
-            "checkpoint_wait_share": self._checkpointer.seconds / seconds,
+            "tokens_per_second": tokens / interval.training,
+            "data_tokens_per_second": tokens / self.views / interval.training,
+            **interval.shares(),
+            **utilization(
+                self.row_flops(self.stream.phase(step).seq_len) * rows,
+                self.flops(step) - self.flops(interval.first_step),
+                interval.training,
+                self.world.size,
+                self._peak,
+                self.args.distributed.activation_checkpointing,
+            ),
             "memory_gb": peak_memory(self.world.device) / 1e9,
         }
-        if self.world.is_first:
-            self._metrics.write(record)
-            self._console.say(record)
+        self._logger.say(record)
         self.optimizer.check(step)
-        self._begin_interval(step)
+        self._interval = Interval(step)
 
     def validate(self, step: int, loss: Callable[[Tensor, View, Tensor], LossSum]) -> None:
         """Losses on every validation set at every ratio, at the validation cadence and at the end.
@@ -371,9 +307,9 @@ class Run:
             self.model.eval()
             record = validate(self.validation_sets, self.args.validation, self.world, loss)
             self.model.train()
-        self._away += time.perf_counter() - start
-        if record and self.world.is_first:
-            self._metrics.write({"step": step, **record})
+        self._interval.elsewhere += time.perf_counter() - start
+        if record:
+            self._logger.write({"step": step, **record})
             log.info("step %d  %s", step, "  ".join(f"{key} {value:.4f}" for key, value in record.items()))
 
     def save(self, step: int) -> None:
@@ -394,10 +330,3 @@ class Run:
             "code": resume.code_version(),
         }
         self._checkpointer.save(step, self.model, self.optimizer.adamw, state, to_yaml(self.args))
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has held at most: on its GPU, or in all on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -72,7 +72,7 @@ class Checkpointer:
     ) -> None:
         self.root, self.args, self._group, self._on_complete = root, args, group, completed
         self._pending: tuple[Path, Future] | None = None
-        self.seconds = 0.0  # that the training has waited for
+        self.seconds = 0.0  # that the training has waited for it
         # Keeps its buffers from save to save; on a GPU they are pinned.
         self._stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
 
@@ -133,6 +133,11 @@ class Checkpointer:
         """Raise UserError if a save that is over has failed; does not wait."""
         if self._pending is not None and self._pending[1].done():
             self.wait()
+
+    def take_seconds(self) -> float:
+        """Seconds that the training has waited since this was last asked."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
     def close(self) -> None:
         """Let go of the buffers; does not wait."""

@@ -13,7 +13,8 @@ from lingua.distributed import parallelize, sum_over_ranks, sync_gradients
 from lingua.loss import LossSum
 from lingua.masking import ReplaceArgs, View, hidden_count, mask_tokens, split_positions
 from lingua.optim import Optimizer
-from lingua.run import Run, RunArgs
+from lingua.run import Run
+from lingua.run_args import RunArgs
 
 
 @dataclass
@@ -47,7 +48,7 @@ def train(args: BertTrainArgs) -> None:
         document_start = run.tokenizer.bos_id if args.data.isolate_documents else None
         with torch.device("meta"):  # shapes only; parallelize() makes the weights where they belong
             model = Bert(args.model, special_ids, args.seed, document_start)
-        steps = run.total_steps(model.flops_per_token)
+        steps = run.total_steps(model.flops_per_token, lambda seq_len: model.row_flops(seq_len, masking.hidden_ratio))
         parallelize(model, run.world, args.distributed, run.dtype, args.compile)
         optimizer = Optimizer(model, args.optim, steps)
 

@@ -12,7 +12,8 @@ from lingua.distributed import parallelize, sum_over_ranks, sync_gradients, with
 from lingua.loss import LossSum
 from lingua.masking import complementary_views, hidden_count, split_positions
 from lingua.optim import Optimizer
-from lingua.run import Run, RunArgs
+from lingua.run import Run
+from lingua.run_args import RunArgs
 
 
 @dataclass
@@ -47,7 +48,8 @@ def train(args: CrossBertTrainArgs) -> None:
         with torch.device("meta"):  # shapes only; parallelize() makes the weights where they belong
             model = CrossBert(args.model, special_ids, args.seed, document_start)
         steps = run.total_steps(
-            lambda seq_len: model.flops_per_token(seq_len, masking.hidden_ratio, masking.complementary)
+            lambda seq_len: model.flops_per_token(seq_len, masking.hidden_ratio, masking.complementary),
+            lambda seq_len: model.row_flops(seq_len, masking.hidden_ratio, masking.complementary),
         )
         parallelize(model, run.world, args.distributed, run.dtype, args.compile)
         optimizer = Optimizer(model, args.optim, steps)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lingua.metrics import read_metrics
@@ -71,7 +72,8 @@ def test_fp32_drifts_no_more_than_after_one_unit_in_the_last_place(words: Words,
         return max(abs(a - b) for a, b in zip(plain, other, strict=True))
 
     assert 0 < drift(control) < 1e-3
-    assert drift(two) <= drift(control)
+    one_unit = float(np.spacing(np.float32(max(plain))))  # what a loss itself is rounded to
+    assert drift(two) <= drift(control) + one_unit
 
 
 @pytest.mark.parametrize("dp_shard", [pytest.param(1, marks=SLOW), 2])
@@ -90,10 +92,10 @@ def test_a_run_goes_on_bit_by_bit_on_the_same_ranks(words: Words, tmp_path: Path
 
 @SLOW
 def test_a_run_goes_on_on_other_ranks(words: Words, tmp_path: Path) -> None:
-    """1, 2, 4 and 1 ranks in turn, sharded and not, also with a bf16 copy of nothing: fp64 shows the mathematics."""
+    """1, 2, 4 and 1 ranks in turn, replicas and shards; fp64 shows the mathematics."""
     train_ranks(1, "crossbert", words("crossbert", "whole", dtype="fp64"), tmp_path / "out")
     for stop, n, dp_shard in ((5, 1, 1), (9, 2, 2), (13, 4, 2), (20, 1, 1)):
-        changes = {"dtype": "fp64", "distributed__dp_shard": dp_shard}
+        changes = {"dtype": "fp64", "distributed__dp_shard": dp_shard, "micro_rows": 1}
         folder = tmp_path / f"out_{stop}"
         if stop < 20:
             command = ["-m", "tests.faulty", "crossbert", f"SIGUSR2:0:{stop}", *words("crossbert", "run", **changes)]
