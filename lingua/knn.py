@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TILE_ROWS = 16_384  # rows searched in at a time
+TILE_ROWS = 4096  # rows searched in at a time: with their products they stay in a processor's cache
 CHUNK_NUMBERS = 1 << 24  # distances in memory at a time
 
 
