@@ -38,6 +38,7 @@ def s3() -> Iterator[tuple[dict[str, str], object]]:
     server.stop()
 
 
+@pytest.mark.slow
 def test_a_run_whose_data_and_checkpoints_are_on_s3(s3, corpus: Path, tmp_path: Path) -> None:
     """Two ranks, killed, resumed on two: the bits of a run on a disk. Then on one, from the folder's name alone."""
     variables, client = s3
