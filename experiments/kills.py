@@ -192,6 +192,14 @@ def last_step(run: Path) -> int:
     return int(found[-1]) if found else 0
 
 
+def last_printed(log: Path) -> int:
+    """Last step that a start says it has done, 0 before the first."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        found = re.findall(rb"^step (\d+)/", file.read(), re.MULTILINE)
+    return int(found[-1]) if found else 0
+
+
 def one_life(args: KillsArgs, words: list[str], run: Path, draw: random.Random, number: int) -> dict[str, Any]:
     """Start the run, kill it at a random moment, and say what became of it."""
     kind = draw.choice(list(KINDS))
@@ -199,10 +207,10 @@ def one_life(args: KillsArgs, words: list[str], run: Path, draw: random.Random, 
     size = 2 if number == 0 else draw.choice(args.ranks)
     shard = draw.choice([1, -1])
     victims = list(range(size)) if everybody else [draw.randrange(size)]
-    whole, before, left = newest_whole(run), last_step(run), broken(run)
-    # What is left is shared out evenly among the kills to come; a life lasts from no step to twice its share.
+    whole, left = newest_whole(run), broken(run)
+    # What is left is shared out evenly among the kills to come; a life lasts from one step to twice its share.
     share = (args.steps - whole) / (args.kills - number + 1)
-    goal = min(whole + draw.randint(0, round(2 * share)), args.steps - args.save_every - 2)
+    goal = min(whole + draw.randint(1, max(1, round(2 * share))), args.steps - args.save_every - 2)
     log = run.parent / f"life_{number:03d}.txt"
     log.touch()
     started = time.monotonic()
@@ -212,12 +220,7 @@ def one_life(args: KillsArgs, words: list[str], run: Path, draw: random.Random, 
         if when == "start":
             time.sleep(draw.uniform(0.0, 2.0))
             return True
-        if whole and not _until(ranks, lambda: f"at step {whole}\n" in log.read_text()):
-            return False
-        # A run cuts its metrics back to where it goes on.
-        if before > whole and not _until(ranks, lambda: last_step(run) < before):
-            return False
-        if not _until(ranks, lambda: last_step(run) >= goal):
+        if not _until(ranks, lambda: last_printed(log) >= goal):
             return False
         if when == "save" and not _until(ranks, lambda: broken(run) not in (None, left)):
             return False
@@ -230,9 +233,7 @@ def one_life(args: KillsArgs, words: list[str], run: Path, draw: random.Random, 
     statuses = ranks.wait(PATIENCE)
     text = log.read_text()
     resumed = re.findall(r"resumed \S+ at step (\d+)", text)
-    last = last_step(run)
-    if when == "start" and last == before:
-        last = whole  # it had not come to its first step
+    last = last_step(run) if last_printed(log) else whole  # the metrics may still be those of the start before
     return {
         "kind": kind,
         "ranks": size,
@@ -325,6 +326,8 @@ def main(args: KillsArgs) -> None:
     for number in range(args.kills):
         lives.append(one_life(args, words, killed, draw, number))
         print(json.dumps(lives[-1]), flush=True)
+        if newest_whole(killed) == args.steps:
+            raise UserError(f"the run came to its end after {number + 1} starts; see {folder}/life_{number:03d}.txt")
     _to_the_end(args, words, folder / "last.txt")
     result = verdict(args, lives, killed, peaceful)
     settings = {"command": ["python", "-m", f"apps.{args.app}.train", *words[2:]], "seed": args.seed}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.kills import KINDS, KillsArgs, broken, last_step, main, newest_whole, verdict
+from experiments.kills import KINDS, KillsArgs, broken, last_printed, last_step, main, newest_whole, verdict
 from lingua.errors import UserError
 
 
@@ -39,6 +39,14 @@ def test_what_a_kill_left(tmp_path: Path) -> None:
     assert broken(run) != before
     run = folder_with(tmp_path / "older", {5: False, 10: True})
     assert (newest_whole(run), broken(run), last_step(run)) == (10, None, 0)
+
+
+def test_what_a_start_says(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("resumed checkpoints/0000000005 at step 5\n")
+    assert last_printed(log) == 0
+    log.write_text("step 6/90  loss 1.0\nwaiting for step 9/90\nstep 7/90  lo")
+    assert last_printed(log) == 7
 
 
 LIFE = {
