@@ -72,6 +72,7 @@ class Job:
         self.on_slurm = self.args["launcher"] == "slurm"
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT", 0)) if self.on_slurm else 0
         self.ranks: Ranks | None = None
+        self._early: int | None = None  # signal that came before there were ranks
         # Where in this process's log this start begins.
         self._log_start = JobEnvironment().paths.stdout.stat().st_size if self.on_slurm else 0
 
@@ -101,6 +102,8 @@ class Job:
             return self._end(records.FAILED, 1, f"no restart left of max_restarts={self.args['max_restarts']}", None)
         words = [self.args["script"], f"config={records.home(self.run)}/config.yaml", *self.launch["words"]]
         self.ranks = Ranks(script_command(self.launch, words), self.launch, logs)
+        if self._early is not None:
+            self.ranks.signal(self._early)
         code = self.ranks.wait(self._serve)
         self._serve()
         state, reason = decide(code, self.restart, self.args, records.was_cancelled(self.run, self.job))
@@ -148,7 +151,9 @@ class Job:
         return state, code
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        if self.ranks is not None:
+        if self.ranks is None:
+            self._early = signum
+        else:
             self.ranks.signal(signum)
 
 

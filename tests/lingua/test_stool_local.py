@@ -43,6 +43,7 @@ def rank_process(run: Path) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_signal_with_the_code_of_its_launch(tmp_path: Path, corpus: Path) -> None:
     run = tmp_path / "run"
     launch(run, corpus, steps=60)
