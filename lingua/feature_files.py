@@ -86,7 +86,7 @@ class FeatureFiles:
         """Delete the files that were made here, on rank 0; those found stay, and the folder if there are any."""
         for path in self._made:
             path.unlink(missing_ok=True)
-        for folder in {path.parent for path in self._made} | {self.folder}:
+        for folder in [*{path.parent for path in self._made}, self.folder]:
             with suppress(OSError):  # not empty
                 folder.rmdir()
         self._made.clear()
