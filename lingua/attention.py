@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +42,12 @@ class DocumentMask:
     keys_BT: Tensor
     layout: Any
     blind_BS: Tensor | None = None
+    causal: bool = False  # and to the keys up to its own position
 
     def dense(self) -> Tensor:
         """The same as a boolean mask [B, 1, S, T]."""
-        return same_document(self.queries_BS, self.keys_BT)
+        mask_B1ST = same_document(self.queries_BS, self.keys_BT)
+        return mask_B1ST.tril() if self.causal else mask_B1ST
 
 
 @dataclass
@@ -56,17 +58,26 @@ class Starts:
     keys: Tensor
 
 
-Mask = Tensor | DocumentMask
+CAUSAL = "causal"  # the mask that lets each query see the keys up to its own position
+Mask = Tensor | DocumentMask | Literal["causal"]
+
+
+def dense_mask(mask: Mask | None, S: int, T: int, device: torch.device) -> Tensor | None:
+    """Any mask as a boolean tensor that broadcasts to [B, H, S, T]."""
+    if isinstance(mask, str):
+        return torch.ones(1, 1, S, T, dtype=torch.bool, device=device).tril()
+    return mask.dense() if isinstance(mask, DocumentMask) else mask
 
 
 def attention(q_BSHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: Mask | None = None) -> Tensor:
-    """Scaled dot-product attention, bidirectional.
+    """Scaled dot-product attention.
 
     Args:
         q_BSHK: queries: batch, query positions, heads, head size.
         k_BTHK, v_BTHK: keys and values at T positions.
         mask: None lets every query see every key, which is the fast path; a boolean [B, 1, S, T] is True where a
-            query may look; or what :func:`document_mask` made. A query that may look nowhere gets zeros.
+            query may look; or what :func:`document_mask` made; or :data:`CAUSAL`. A query that may look nowhere gets
+            zeros.
 
     Returns:
         [B, S, H, K], in the dtype of the inputs.
@@ -75,12 +86,15 @@ def attention(q_BSHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: Mask | None 
         out_BSHK = KERNELS[mask.backend](q_BSHK, k_BTHK, v_BTHK, mask)
         return out_BSHK if mask.blind_BS is None else out_BSHK.masked_fill(mask.blind_BS[:, :, None, None], 0.0)
     q_BHSK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in (q_BSHK, k_BTHK, v_BTHK))
-    if q_BSHK.dtype == torch.bfloat16 and q_BSHK.device.type == "cpu" and mask is None:
+    is_causal = isinstance(mask, str)
+    if q_BSHK.dtype == torch.bfloat16 and q_BSHK.device.type == "cpu" and (mask is None or is_causal):
         # PyTorch's fused kernel does not use the CPU's bf16 products: plain ones take 0.15 to 0.7 of its time.
         scores_BHST = q_BHSK @ k_BHTK.transpose(2, 3) * q_BSHK.shape[-1] ** -0.5
+        if is_causal:
+            scores_BHST = scores_BHST.masked_fill(~dense_mask(mask, *scores_BHST.shape[2:], q_BSHK.device), -torch.inf)
         out_BHSK = scores_BHST.softmax(dim=-1) @ v_BHTK
-    elif mask is None:
-        out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK)
+    elif mask is None or is_causal:
+        out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, is_causal=is_causal)
     else:
         blind_B1S1 = ~mask.any(dim=-1, keepdim=True)  # a softmax over nothing would be NaN
         out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, attn_mask=mask | blind_B1S1)
@@ -88,27 +102,29 @@ def attention(q_BSHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: Mask | None 
     return out_BHSK.transpose(1, 2)
 
 
-def document_mask(backend: str, queries_BS: Tensor, keys_BT: Tensor) -> Mask:
+def document_mask(backend: str, queries_BS: Tensor, keys_BT: Tensor, causal: bool = False) -> Mask:
     """What keeps attention within documents, for :func:`attention`.
 
     Args:
         backend: one of :data:`BACKENDS` that :func:`check_attention` has nothing against.
         queries_BS, keys_BT: number of the document that each query and each key belongs to, ascending in each row
             (:func:`lingua.masking.documents`, and what is gathered from it at ascending positions).
+        causal: also keep each query to the keys up to its own position; queries and keys are then the same tokens, and
+            the backend is ``auto``, ``sdpa`` or ``flex``.
     """
     if backend == "auto":
         backend = "flex" if queries_BS.is_cuda else "sdpa"
     if backend == "sdpa":
-        return same_document(queries_BS, keys_BT)
+        return DocumentMask(backend, queries_BS, keys_BT, None, None, causal).dense()
     if backend == "flex":
 
         def may_look(b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
-            return queries_BS[b, s] == keys_BT[b, t]
+            same = queries_BS[b, s] == keys_BT[b, t]
+            return same & (t <= s) if causal else same
 
         (B, S), T = queries_BS.shape, keys_BT.shape[1]
-        return DocumentMask(
-            backend, queries_BS, keys_BT, create_block_mask(may_look, B, None, S, T, queries_BS.device.type)
-        )
+        layout = create_block_mask(may_look, B, None, S, T, queries_BS.device.type)
+        return DocumentMask(backend, queries_BS, keys_BT, layout, None, causal)
     starts, blind_BS = pack(queries_BS, keys_BT)
     if backend == "varlen":
         return DocumentMask(backend, queries_BS, keys_BT, round_up(starts), blind_BS)

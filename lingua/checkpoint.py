@@ -43,6 +43,9 @@ from lingua.transformer import Encoder, TransformerArgs
 log = logging.getLogger(__name__)
 STATE_VERSION = 1  # of what state.json holds
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP says so of one process alone
+# Where a checkpoint has it (an ELECTRA with disentangled sharing), the encoder's embedding is a difference to it.
+BASE = "generator.embedding.weight"
+EMBEDDING = "encoder.embedding.weight"
 LEASE_SECONDS = 900  # a reader that says nothing for this long is taken for dead
 
 
@@ -149,6 +152,12 @@ def load(
 def _load_tensors(folder: Path, wanted: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """``dcp.load`` into ``wanted``, with every difference in names and shapes told first."""
     stored = Reader(folder).read_metadata().state_dict_metadata
+    keys = {key for key, _ in _flatten(wanted)}
+    if f"model.{BASE}" in stored.keys() - keys and f"model.{EMBEDDING}" in keys:
+        raise UserError(
+            f"checkpoint {folder}: its encoder's embedding is a difference to its generator's (rtd.disentangled=true), "
+            "so only such a model can go on from it"
+        )
     for key, tensor in _flatten(wanted):
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -260,7 +269,12 @@ def load_encoder_weights(path: str | Path) -> tuple[Encoder, dict[str, Any]]:
     fields = TransformerArgs.__dataclass_fields__
     encoder = Encoder(TransformerArgs(**{k: v for k, v in config["model"].items() if k in fields}))
     state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
-    _load_tensors(folder, {"model": state})
+    if f"model.{BASE}" in Reader(folder).read_metadata().state_dict_metadata:
+        state[BASE] = torch.empty_like(state[EMBEDDING])
+        _load_tensors(folder, {"model": state})
+        state[EMBEDDING] += state.pop(BASE)
+    else:
+        _load_tensors(folder, {"model": state})
     encoder.load_state_dict({name.removeprefix("encoder."): value for name, value in state.items()})
     return encoder.eval(), config
 

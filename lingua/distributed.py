@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lingua.errors import UserError
-from lingua.loss import LossSum
+from lingua.loss import Sums
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -277,12 +277,17 @@ def sync_gradients(model: nn.Module, when: bool) -> None:
         model.set_requires_gradient_sync(when)
 
 
-def sum_over_ranks(part: LossSum) -> LossSum:
+def sum_over_ranks(part: Sums) -> Sums:
     """The sum of each rank's part, in the loss's precision; waits for nothing on a GPU."""
-    both = torch.stack((part.loss.double(), part.targets.double()))
+    values = all_sum(torch.stack([value.double() for value in part]))
+    return type(part)(*values.to(part.loss.dtype))
+
+
+def all_sum(values: Tensor) -> Tensor:
+    """The sum of each rank's values, in place."""
     if dist.is_initialized():
-        dist.all_reduce(both)
-    return LossSum(*both.to(part.loss.dtype))
+        dist.all_reduce(values)
+    return values
 
 
 def full(tensor: Tensor) -> Tensor:

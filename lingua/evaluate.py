@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,13 @@ def _named_tasks(tasks: Any) -> list[str] | dict[str, TaskArgs]:
     return names
 
 
-def evaluate(args: EvalArgs, model_class: type[nn.Module], model_args: type) -> dict[str, Any]:
+# Makes the model of a run from its model's args and its whole config.
+MakeModel = Callable[[Any, dict[str, Any]], nn.Module]
+
+
+def evaluate(
+    args: EvalArgs, model_class: type[nn.Module], model_args: type, make_model: MakeModel | None = None
+) -> dict[str, Any]:
     """Probe one encoder on every task, write and print the results, and return them.
 
     With ``args.watch``, do so for every checkpoint of the run and return the last one's
@@ -108,11 +115,12 @@ def evaluate(args: EvalArgs, model_class: type[nn.Module], model_args: type) -> 
 
     Args:
         model_class, model_args: the app's model and its config dataclass, for a run's parameter counts.
+        make_model: where the class depends on more of the run's config; none: ``model_class`` of the args.
 
     Raises:
         UserError: a run of another app, and whatever the checkpoint, tasks, features and probes refuse.
     """
-    evaluation = Evaluation(args, model_class, model_args)
+    evaluation = Evaluation(args, model_class, model_args, make_model)
     if args.watch:
         from lingua.watch import watch
 
@@ -126,8 +134,11 @@ def evaluate(args: EvalArgs, model_class: type[nn.Module], model_args: type) -> 
 class Evaluation:
     """What stays the same from one encoder to the next: the processes, the tasks' data, and where results go."""
 
-    def __init__(self, args: EvalArgs, model_class: type[nn.Module], model_args: type) -> None:
+    def __init__(
+        self, args: EvalArgs, model_class: type[nn.Module], model_args: type, make_model: MakeModel | None = None
+    ) -> None:
         self.args, self.model_class, self.model_args = args, model_class, model_args
+        self._make_model = make_model or (lambda args, config: model_class(args))
         self.world: World = start(TIMEOUT)
         self.device = args.device or str(self.world.device)
         self.dtype = pick_dtype(args.dtype, torch.device(self.device.partition(":")[0]))
@@ -176,8 +187,8 @@ class Evaluation:
             "tokens": None if batch_tokens is None else step * batch_tokens,
             "random_init": args.random_init,
             "training_seed": encoder.config["seed"],
-            "model": self.model_class.__name__,
-            "parameters": self._run_parameters(folder, encoder.config["model"]),
+            "model": type(model := self._run_model(folder, encoder.config)).__name__,
+            "parameters": model.parameter_counts(),
         }
         return self._probe(encoder, known, out)
 
@@ -231,7 +242,8 @@ class Evaluation:
             versions["transformers"] = transformers.__version__
         return versions
 
-    def _run_parameters(self, folder: Path, config: dict[str, Any]) -> dict[str, int]:
+    def _run_model(self, folder: Path, run_config: dict[str, Any]) -> nn.Module:
+        config = run_config["model"]
         # A config of older code may lack a field, which then has its default, but no part of the model.
         fields = {f.name: f.default_factory for f in dataclasses.fields(self.model_args)}
         parts = {name for name, factory in fields.items() if dataclasses.is_dataclass(factory)}
@@ -242,7 +254,7 @@ class Evaluation:
                 "this app's config; use the eval of the app that trained it"
             )
         with torch.device("meta"):
-            return self.model_class(build(self.model_args, (f"{folder}/config.yaml", config))).parameter_counts()
+            return self._make_model(build(self.model_args, (f"{folder}/config.yaml", config)), run_config)
 
 
 def _layers(asked: Any, encoder: FrozenEncoder) -> list[int]:

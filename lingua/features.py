@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lingua.attention import CAUSAL
 from lingua.checkpoint import load_encoder_weights, read_state, resolve
 from lingua.errors import UserError
 from lingua.frozen import FrozenEncoder, Sequences, check_texts, check_words, usable_device
@@ -38,8 +39,10 @@ class TextEncoder(FrozenEncoder):
         config: dict[str, Any] | None = None,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        causal: bool = False,
     ) -> None:
         super().__init__(device, dtype)
+        self.causal = causal  # a token sees those before it only, as the model was trained
         if max_length < 6:
             raise UserError(f"max_length={max_length}: special tokens take up to 4, so at least 6 are needed")
         self.model = self.encoder = encoder.to(device).eval()
@@ -57,6 +60,9 @@ class TextEncoder(FrozenEncoder):
         room = self.max_length - 2 * len(sides)
         truncated = sum(sum(map(len, row)) > room for row in rows)
         return Sequences([self._sequence(*row) for row in rows], truncated=truncated)
+
+    def weights_digest(self) -> bytes:
+        return super().weights_digest() + (b"causal" if self.causal else b"")
 
     def word_sequences(self, sentences: Sequence[Sequence[str]]) -> Sequences:
         found = Sequences([], places=[])
@@ -76,6 +82,8 @@ class TextEncoder(FrozenEncoder):
     ) -> Iterator[tuple[int, Tensor]]:
         key_ok_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) < lengths_B[:, None]
         mask = None if bool(key_ok_BS.all()) else key_ok_BS[:, None, None, :]
+        if self.causal:  # padding stands behind the text, out of sight
+            mask = CAUSAL
         for layer, x_BSD in enumerate(self.encoder.states(tokens_BS, mask=mask)):
             if layer in layers:
                 yield layer, self.encoder.norm(x_BSD) if final_norm and layer else x_BSD
@@ -164,4 +172,5 @@ def load_encoder(
             f"embedding {encoder.args.vocab_size} rows: it is not the one that the run was trained with"
         )
     max_length = config["data"]["seq_len"] if max_length is None else max_length
-    return TextEncoder(encoder, tokenizer, max_length, config, usable_device(device), dtype)
+    causal = read_state(folder).get("objective") == "clm"
+    return TextEncoder(encoder, tokenizer, max_length, config, usable_device(device), dtype, causal)

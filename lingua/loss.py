@@ -1,8 +1,9 @@
-"""Vocabulary cross-entropy that never holds tokens x vocabulary logits."""
+"""Vocabulary cross-entropy, and samples of its softmax, that never hold tokens x vocabulary logits."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +23,30 @@ class LossSum(NamedTuple):
     loss: Tensor
     targets: Tensor
 
+    def figures(self) -> dict[str, float]:
+        """What is reported of it, by name."""
+        return {"loss": float(self.loss / self.targets)}
+
+
+Sums = TypeVar("Sums", bound=LossSum)  # or another NamedTuple of sums that has ``loss``, ``targets`` and ``figures``
+
+
+def add_up(parts: Sequence[Sums]) -> Sums:
+    """The sums of several micro-batches, without their graphs."""
+    return type(parts[0])(*(sum(value.detach() for value in column) for column in zip(*parts, strict=True)))
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Loss and both gradients of a chunk of rows are made while its logits exist, then these are dropped."""
 
     @staticmethod
     def forward(ctx, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor) -> Tensor:
-        device = x_ND.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
+        device, dtype = x_ND.device.type, _product_dtype(x_ND)
         wide = torch.promote_types(dtype, torch.float32)
         x, weight = x_ND.to(dtype), weight_VD.to(dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -79,3 +96,24 @@ def cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N:
     """
     loss = _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, weights_N)
     return LossSum(loss, weights_N.sum())
+
+
+@torch.no_grad()
+def sample_tokens(x_ND: Tensor, weight_VD: Tensor, uniform_N: Tensor) -> Tensor:
+    """One token id a row, drawn from ``softmax(x @ weight.T)``; int64 [N].
+
+    Args:
+        x_ND, weight_VD: as in :func:`cross_entropy`, with logits in chunks and in the same precision.
+        uniform_N: numbers from 0 up to but not including 1, of which the draw is a function: the first token is
+            taken at which the cumulative probability exceeds the number.
+    """
+    dtype = _product_dtype(x_ND)
+    x, weight = x_ND.to(dtype), weight_VD.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    samples, rows = [], CHUNK_ROWS[x.device.type]
+    for part, uniform in zip(x.split(rows), uniform_N.split(rows), strict=True):
+        cumulative = (part @ weight.T).to(wide).softmax(dim=1).cumsum(dim=1)
+        # The last of them is not quite 1; rounding must not step over it either.
+        chosen = torch.searchsorted(cumulative, uniform[:, None].to(wide) * cumulative[:, -1:], right=True)
+        samples.append(chosen.squeeze(1).clamp(max=weight.shape[0] - 1))
+    return torch.cat(samples)

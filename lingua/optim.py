@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,10 +82,17 @@ class Optimizer:
     """AdamW that takes summed gradients, clips, follows the schedule and skips non-finite steps.
 
     Nothing here waits for the device: counters stay on it until somebody reads them.
+
+    Args:
+        steps: of the whole run.
+        schedule: learning rate of each step, if it is not :func:`learning_rate` over the whole run.
     """
 
-    def __init__(self, model: nn.Module, args: OptimArgs, steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, args: OptimArgs, steps: int, schedule: Callable[[int], float] | None = None
+    ) -> None:
         self.args, self.steps = args, steps
+        self.learning_rate = schedule or (lambda step: learning_rate(step, steps, args))
         self.adamw = torch.optim.AdamW(
             parameter_groups(model, args.weight_decay),
             lr=args.lr,
@@ -114,7 +122,7 @@ class Optimizer:
             scale = scale * (self.args.clip / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
         for group in self.adamw.param_groups:
-            group["lr"] = learning_rate(step, self.steps, self.args)
+            group["lr"] = self.learning_rate(step)
         # The fused kernel changes nothing where found_inf is 1: the way GradScaler skips, without a sync.
         self.adamw.grad_scale, self.adamw.found_inf = None, bad.float()
         self.adamw.step()

@@ -23,10 +23,10 @@ from lingua.errors import UserError
 from lingua.flops import ForwardFlops, device_peak, utilization
 from lingua.interrupt import Interrupt, requeue
 from lingua.logger import Interval, Logger, peak_memory
-from lingua.loss import LossSum
+from lingua.loss import Sums
 from lingua.masking import View
 from lingua.metrics import log_file_only, start_logging
-from lingua.optim import Optimizer, learning_rate
+from lingua.optim import Optimizer
 from lingua.profiling import Profiler
 from lingua.run_args import RunArgs
 from lingua.saving import Checkpointer
@@ -257,7 +257,7 @@ class Run:
         """Context for the forward pass in the run's compute precision."""
         return precision(self.dtype, self.world.device)
 
-    def log(self, step: int, loss: LossSum, grad_norm: Tensor) -> None:
+    def log(self, step: int, loss: Sums, grad_norm: Tensor) -> None:
         """Record the step's figures at the logging cadence; otherwise do nothing and wait for nothing."""
         if step % self.args.logging.every and step != self.optimizer.steps:
             return
@@ -272,8 +272,9 @@ class Run:
             "data_tokens": step * self.args.batch_tokens // self.views,
             "flops": self.flops(step),
             "loss": float(loss.loss / loss.targets),
+            **loss.figures(),
             "grad_norm": float(grad_norm),
-            "lr": learning_rate(step, self.optimizer.steps, self.args.optim),
+            "lr": self.optimizer.learning_rate(step),
             "skipped_steps": int(self.optimizer.skipped),
             **self.stream.progress(step),
             "tokens_per_second": tokens / interval.training,
@@ -293,11 +294,11 @@ class Run:
         self.optimizer.check(step)
         self._interval = Interval(step)
 
-    def validate(self, step: int, loss: Callable[[Tensor, View, Tensor], LossSum]) -> None:
+    def validate(self, step: int, loss: Callable[[Rows, View], Sums], masked: bool = True) -> None:
         """Losses on every validation set at every ratio, at the validation cadence and at the end.
 
         Args:
-            loss: summed loss of tokens [B, S] on the hidden positions of a view, with rows weighted [B].
+            loss, masked: see :func:`lingua.validate.validate`.
         """
         if step % self.args.validation.every and step != self.optimizer.steps:
             return
@@ -305,15 +306,19 @@ class Run:
         start = time.perf_counter()
         with self.precision():
             self.model.eval()
-            record = validate(self.validation_sets, self.args.validation, self.world, loss)
+            record = validate(self.validation_sets, self.args.validation, self.world, loss, masked)
             self.model.train()
         self._interval.elsewhere += time.perf_counter() - start
         if record:
             self._logger.write({"step": step, **record})
             log.info("step %d  %s", step, "  ".join(f"{key} {value:.4f}" for key, value in record.items()))
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint at the cadence, at the end, and when a signal has asked to stop."""
+    def save(self, step: int, objective: str | None = None) -> None:
+        """Write a checkpoint at the cadence, at the end, and when a signal has asked to stop.
+
+        Args:
+            objective: what the model was trained for in this step, for who uses the checkpoint.
+        """
         self._interrupt.end_vote()
         every = self.args.checkpoint.dump.every
         if step % every and step != self.optimizer.steps and self._interrupt.agreed is None:
@@ -322,6 +327,7 @@ class Run:
         self.optimizer.check(step)
         state = {
             "step": step,
+            "objective": objective,
             "optimizer": {k: int(v) for k, v in self.optimizer.counters().items()},
             "stream_start": asdict(self.stream.position(0)),
             "stream_end": asdict(self.stream.position(step)),

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from lingua import transformer
-from lingua.attention import DocumentMask, Mask
+from lingua.attention import Mask, dense_mask
 from lingua.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,9 @@ def forward_statistics(
             handles.append(part.register_forward_pre_hook(enter(name)))
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is not None:  # the states that logits are made of come out of the child that runs last
-        handles += [child.register_forward_hook(see_states) for child in model.children()]
+        # (of an ELECTRA out of its generator, which is the part that predicts tokens).
+        predicting = [model.generator] if hasattr(model, "generator") else model.children()
+        handles += [child.register_forward_hook(see_states) for child in predicting]
     try:
         with precision(), _attention_seen_by(see_attention):
             model(*args, **kwargs)
@@ -213,7 +215,7 @@ def attention_statistics(q_BSHK: Tensor, k_BTHK: Tensor, mask: Mask | None = Non
         scalars: mean entropy in nats over queries and heads; that of the head where it is lowest; largest absolute
         logit.
     """
-    mask = mask.dense() if isinstance(mask, DocumentMask) else mask
+    mask = dense_mask(mask, q_BSHK.shape[1], k_BTHK.shape[1], q_BSHK.device)
     wide = torch.promote_types(q_BSHK.dtype, torch.float32)
     entropy_H = torch.zeros(q_BSHK.shape[2], dtype=wide, device=q_BSHK.device)
     queries, largest = torch.zeros_like(entropy_H[0]), torch.zeros_like(entropy_H[0])

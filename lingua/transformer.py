@@ -1,4 +1,4 @@
-"""The backbone: a pre-norm bidirectional encoder, and a predictor that only cross-attends to it.
+"""The backbone: a pre-norm encoder, bidirectional but for its mask, and a predictor that only cross-attends to it.
 
 RMSNorm, RoPE (half-split layout, as in Hugging Face), SwiGLU, no biases, no dropout. Shapes are written
 as suffixes: B rows, S positions, M hidden positions, T positions of the keys, D width, H heads, K head size,
@@ -188,18 +188,32 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(EncoderBlock(args) for _ in range(args.n_layers))
         self.norm = RMSNorm(args.dim, eps=args.norm_eps)
 
-    def states(self, tokens_BS: Tensor, positions: Tensor | None = None, mask: Mask | None = None) -> Iterator[Tensor]:
+    def states(
+        self,
+        tokens_BS: Tensor,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        base_VD: Tensor | None = None,
+    ) -> Iterator[Tensor]:
         """Yield the residual stream [B, S, D] before the first block and after each, without final norm."""
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         rotary = rotary_angles(positions, self.args.dim // self.args.n_heads, self.args.rope_theta)
         x_BSD = self.embedding(tokens_BS)
+        if base_VD is not None:
+            x_BSD = x_BSD + F.embedding(tokens_BS, base_VD)
         yield x_BSD
         for layer in self.layers:
             x_BSD = layer(x_BSD, rotary, mask)
             yield x_BSD
 
-    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, mask: Mask | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        base_VD: Tensor | None = None,
+    ) -> Tensor:
         """Final states, normed.
 
         Args:
@@ -207,11 +221,12 @@ class Encoder(nn.Module):
             positions: [S] or [B, S] int64 positions in the row; None counts from 0. A CrossBERT's encoder
                 sees some of a row's tokens only, and these keep the positions they have in the row.
             mask: see :func:`lingua.attention.attention`.
+            base_VD: added to the embedding, which is then a difference to it.
 
         Returns:
             [B, S, D].
         """
-        *_, x_BSD = self.states(tokens_BS, positions, mask)
+        *_, x_BSD = self.states(tokens_BS, positions, mask, base_VD)
         return self.norm(x_BSD)
 
     def encode(

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from lingua.data import Rows
 from lingua.distributed import World, sum_over_ranks
 from lingua.errors import UserError
-from lingua.loss import LossSum
+from lingua.loss import Sums, add_up
 from lingua.masking import View, split_positions
 from lingua.source import TokenSource
 
@@ -38,33 +38,36 @@ def validate(
     sources: dict[str, TokenSource],
     args: ValidationArgs,
     world: World,
-    loss: Callable[[Tensor, View, Tensor], LossSum],
+    loss: Callable[[Rows, View], Sums],
+    masked: bool = True,
 ) -> dict[str, float]:
-    """Mean loss per target in nats, as ``valid/SET/loss@RATIO``.
+    """Mean loss per target in nats, as ``valid/SET/loss@RATIO``; another loss's figures by their names.
 
     Args:
         sources: the validation sets by name.
         world: the ranks that share the rows.
-        loss: summed loss of tokens [B, S] on the hidden positions of a view, where rows have weight 1 and not 0.
+        loss: summed loss of rows on the hidden positions of a view, where rows have weight 1 and not 0.
+        masked: False if the loss is that of each next token: then it is ``valid/SET/next_token_loss``, at no ratio.
     """
     results = {}
     for name, source in sources.items():
-        rows = np.arange(min(args.rows, source.tokens // source.seq_len))
+        numbers = np.arange(min(args.rows, source.tokens // source.seq_len))
         # A sharded model is gathered by all ranks together, so all take the same number of batches. Those that have
         # no row left take the first one, which then counts nothing.
-        most = -(-len(rows) // world.size)
-        own = rows[world.rank :: world.size]
+        most = -(-len(numbers) // world.size)
+        own = numbers[world.rank :: world.size]
         counts = torch.ones(most, device=world.device)
         counts[len(own) :] = 0
-        own = np.append(own, rows[: most - len(own)])
+        own = np.append(own, numbers[: most - len(own)])
         tokens = torch.from_numpy(source.rows(own).astype(np.int64)).to(world.device)
         index = torch.from_numpy(own).to(world.device)
-        for ratio in args.ratios:
-            total = torch.zeros(2, dtype=torch.float64, device=world.device)
+        for ratio in args.ratios if masked else args.ratios[:1]:
+            parts = []
             for start in range(0, most, args.batch_rows):
                 part = slice(start, start + args.batch_rows)
-                view = split_positions(index[part], source.seq_len, ratio, 0)
-                total += torch.stack(loss(tokens[part], view, counts[part]))
-            summed = sum_over_ranks(LossSum(*total))
-            results[f"valid/{name}/loss@{ratio:g}"] = float(summed.loss / summed.targets)
+                rows = Rows(tokens[part], index[part], counts[part])
+                found = loss(rows, split_positions(rows.index_B, source.seq_len, ratio, 0))
+                parts.append(found._make(value.double() for value in found))
+            for key, value in sum_over_ranks(add_up(parts)).figures().items():
+                results[f"valid/{name}/{key}@{ratio:g}" if masked else f"valid/{name}/next_token_{key}"] = value
     return results

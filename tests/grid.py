@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from apps.bert.electra import Electra, RtdArgs
 from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.distributed import (
@@ -26,7 +27,7 @@ from lingua.distributed import (
     sum_over_ranks,
     sync_gradients,
 )  # fmt: skip
-from lingua.loss import LossSum
+from lingua.loss import add_up
 from lingua.masking import complementary_views, split_positions
 from lingua.optim import OptimArgs, Optimizer
 from lingua.transformer import PredictorArgs
@@ -37,8 +38,11 @@ ROWS, STEPS = 8, 3
 
 def build(app: str) -> nn.Module:
     with torch.device("meta"):
-        if app == "bert":
+        if app in ("bert", "clm"):
             return Bert(BertArgs(**SHAPE), special_ids=(0,), seed=3)
+        if app.startswith("electra"):
+            rtd = RtdArgs(n_layers=1, dim=16, disentangled=app == "electra_disentangled")
+            return Electra(BertArgs(**SHAPE), rtd, special_ids=(0,), seed=3)
         return CrossBert(CrossBertArgs(**SHAPE, predictor=PredictorArgs(n_layers=1)), special_ids=(0,), seed=3)
 
 
@@ -60,10 +64,11 @@ def run(app: str, world: World, args: DistributedArgs, dtype: torch.dtype, compi
             sync_gradients(model, when=number == 1)
             with precision(dtype, world.device):
                 inputs = (tokens[part],) if app == "crossbert" else (tokens[part], tokens[part])
-                loss = model(*inputs, view)
+                more = (torch.ones(half), index[part], torch.tensor(0.5)) if app.startswith("electra") else ()
+                loss = model(*inputs, None if app == "clm" else view, *more)
             loss.loss.backward()
-            parts.append(LossSum(loss.loss.detach(), loss.targets))
-        total = sum_over_ranks(LossSum(*(sum(column) for column in zip(*parts, strict=True))))
+            parts.append(loss)
+        total = sum_over_ranks(add_up(parts))
         norms.append(float(optimizer.step(step, total)))
         losses.append(float(total.loss / total.targets))
     weights = {name: full(parameter.detach()).double() for name, parameter in model.named_parameters()}

@@ -66,7 +66,7 @@ def train(args: CrossBertTrainArgs) -> None:
             total = sum_over_ranks(LossSum(loss, targets))
             grad_norm = optimizer.step(step, total)
             run.log(step, total, grad_norm)
-            run.validate(step, model)
+            run.validate(step, lambda rows, view: model(rows.tokens_BS, view, rows.weight_B))
             run.save(step)
 
 

@@ -206,6 +206,7 @@ def rows_of(columns: list[Summary]) -> list[list[str]]:
 def validation_keys(columns: list[Summary]) -> list[tuple[str, str]]:
     """(set, hidden ratio) of every validation loss that any run has."""
     keys = {key for column in columns for record in column.records for key in record if key.startswith("valid/")}
+    keys = {key for key in keys if "/loss@" in key}
     return sorted(tuple(key.removeprefix("valid/").rsplit("/loss@", 1)) for key in keys)
 
 

@@ -18,25 +18,35 @@ PAPER = (
 
 
 def model_card(
-    name: str, license: str | None, loaded: TextEncoder, predictor: Predictor | None, run: Path, step: int
+    name: str,
+    license: str | None,
+    loaded: TextEncoder,
+    predictor: Predictor | None,
+    run: Path,
+    step: int,
+    objective: str | None = None,
 ) -> str:
     """Markdown with the metadata the hub reads: what it is, how it was trained, how to use it, its scores.
 
     Args:
         run: the run folder.
         step: of the checkpoint that is exported.
+        objective: that the checkpoint says it was trained for.
     """
-    kind = "BERT (masked language modelling)" if predictor is None else "the encoder of a CrossBERT"
+    masked_lm = predictor is None and objective != "rtd"
+    kind = "BERT (masked language modelling)" if masked_lm else "the encoder of a CrossBERT"
+    if objective == "rtd":
+        kind = "the discriminator of an ELECTRA (replaced token detection)"
     metadata = ["library_name: transformers"]
     metadata += [f"license: {license}"] if license else []
-    metadata += [f"pipeline_tag: {'fill-mask' if predictor is None else 'feature-extraction'}"]
+    metadata += [f"pipeline_tag: {'fill-mask' if masked_lm else 'feature-extraction'}"]
     metadata += ["tags:", "- feature-extraction", "- sentence-transformers"]
     parts = [
         "---\n" + "\n".join(metadata) + "\n---",
         f"# {name}",
         f"A text encoder: {kind}, pretrained as in {PAPER}. The architecture is `eurobert`, which `transformers` "
         "has since version 5: no remote code is needed.",
-        _usage(name, loaded, predictor is None),
+        _usage(name, loaded, masked_lm, predictor is not None),
         "## Shape\n\n" + _table(_shape(loaded, predictor)),
         "## Training\n\n" + _table(_training(loaded.config, run, step)),
         "Embeddings are means over all tokens of the last layer, after its norm; the encoder was not trained for "
@@ -48,7 +58,7 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _usage(name: str, loaded: TextEncoder, masked_lm: bool) -> str:
+def _usage(name: str, loaded: TextEncoder, masked_lm: bool, has_predictor: bool) -> str:
     mask = special_names(loaded.tokenizer)["mask"]
     lines = [
         "from sentence_transformers import SentenceTransformer",
@@ -62,10 +72,9 @@ def _usage(name: str, loaded: TextEncoder, masked_lm: bool) -> str:
         lines.append(f'pipeline("fill-mask", "{name}")("The cat {mask} on the mat.")')
     text = "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
     if not masked_lm:
-        text += (
-            "\n\nThe encoder itself predicts no tokens. `predictor.safetensors` holds the predictor that does, for the "
-            "library it was trained with."
-        )
+        text += "\n\nThe encoder itself predicts no tokens."
+    if has_predictor:
+        text += " `predictor.safetensors` holds the predictor that does, for the library it was trained with."
     return text
 
 

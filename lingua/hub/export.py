@@ -54,11 +54,13 @@ def export(args: ExportArgs) -> None:
     with checkpoint.in_use(folder):
         loaded = load_encoder(folder, device="cpu", run=run_folder(args.ckpt, folder))
         config, state = loaded.config, checkpoint.read_state(folder)
-        _check_expressed(config["model"], str(folder))
+        objective = state.get("objective")
+        _check_expressed(config["model"], objective, str(folder))
         predictor = load_predictor(folder, loaded.encoder, config["model"])
     library = to_library(loaded.tokenizer)
     run = run_folder(args.ckpt, folder)
-    card = model_card(args.name or to.resolve().name, args.license, loaded, predictor, run, state["step"])
+    name = args.name or to.resolve().name
+    card = model_card(name, args.license, loaded, predictor, run, state["step"], objective)
     with whole_or_not(to) as partial:
         _write(partial, loaded.encoder, predictor, loaded.tokenizer, library, config, state)
         (partial / "README.md").write_text(card)
@@ -88,7 +90,12 @@ def whole_or_not(to: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_expressed(model: dict[str, Any], where: str) -> None:
+def _check_expressed(model: dict[str, Any], objective: str | None, where: str) -> None:
+    if objective == "clm":
+        raise UserError(
+            f"{where}: was trained to predict each next token (objective=clm), with causal attention; the eurobert "
+            "architecture looks both ways and would compute something else. Train it on with objective=mlm first"
+        )
     unknown = sorted(set(model) - EXPRESSED)
     if unknown:
         raise UserError(
@@ -118,7 +125,7 @@ def _write(
     data = config["data"]
     longest = max(data["seq_len"], *(phase.get("seq_len") or 0 for phase in data.get("phases") or [{}]))
     ids = {role: getattr(tokenizer, f"{role}_id") for role in ("bos", "pad", "eos", "mask")}
-    masked_lm = predictor is None
+    masked_lm = predictor is None and state.get("objective") != "rtd"
     _write_json(to / "config.json", eurobert_config(encoder.args, longest, ids, masked_lm))
     _write_weights(to / "model.safetensors", to_eurobert(encoder), "model." if masked_lm else "")
     if predictor is not None:
@@ -158,6 +165,7 @@ def _write(
         "seq_len": data["seq_len"],
         "seed": config["seed"],
         "step": state["step"],
+        "objective": state.get("objective"),
         "tokenizer": own,
         "tokenizer_identity": tokenizer.identity(),
     }

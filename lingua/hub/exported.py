@@ -23,7 +23,7 @@ class Exported:
     """An exported folder in memory, on the CPU and in eval mode."""
 
     encoder: Encoder
-    predictor: Predictor | None  # None: a BERT
+    predictor: Predictor | None  # None: a BERT, or the discriminator of an ELECTRA
     tokenizer: Tokenizer
     tokenizer_args: TokenizerArgs
     about: dict[str, Any]  # what lingua.json says
@@ -35,8 +35,10 @@ class Exported:
         A CrossBERT's encoder sees the other tokens only, and its predictor answers for each mask.
 
         Raises:
-            UserError: no mask in the text, or nothing but masks.
+            UserError: no mask in the text, nothing but masks, or an encoder that predicts no tokens.
         """
+        if self.about.get("objective") == "rtd":
+            raise UserError("this encoder is the discriminator of an ELECTRA: it was not trained to predict tokens")
         tokenizer, name = self.tokenizer, special_names(self.tokenizer)["mask"]
         parts = text.split(name)
         if len(parts) < 2:

@@ -113,6 +113,7 @@ def _write_run(folder: Path, to: Path, found: Exported) -> None:
     model = nn.ModuleDict(parts)
     state = {
         "step": 0,
+        "objective": found.about.get("objective"),
         "tokenizer": found.tokenizer.identity(),
         "stream_start": asdict(Position()),
         "stream_end": asdict(Position()),

@@ -360,3 +360,21 @@ def test_two_processes_and_any_batch_size_give_the_same_results(files: dict[str,
                 for score in ("paper", "honest", "full"):
                     ours, theirs = (found[name]["layers"][layer][kind][score] for found in (alone, shared))
                     assert theirs == pytest.approx(ours, abs=1e-5), (name, layer, kind, score)
+
+
+def test_an_electra_is_named_and_counted_with_its_generator(
+    files: dict[str, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from apps.bert import eval as bert_eval
+    from tests.support import run_app, tiny_words
+
+    words = tiny_words("bert", corpus, tmp_path / "run", objective="rtd", steps=2, rtd__n_layers=1)
+    run_app("bert", words)
+    args = eval_args(files, tmp_path / "run", layers=[1], out=str(tmp_path / "out"))
+    found = []
+    monkeypatch.setattr(bert_eval, "evaluate", lambda *a: found.append(evaluate(*a)))
+    bert_eval.run(args)
+    block = 4 * 32**2 + 3 * 32 * 256
+    assert found[0]["model"] == "Electra"
+    assert found[0]["parameters"]["full"] == 50265 * 32 + 3 * block
+    assert found[0]["parameters"]["encoder"] == 50265 * 32 + 2 * block

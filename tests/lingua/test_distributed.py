@@ -42,6 +42,9 @@ def test_parallel_modes_agree_with_the_plain_model_on_two_ranks(tmp_path: Path) 
         {"app": "crossbert", "dp_shard": -1, "reshard_after_forward": False, "activation_checkpointing": "block"},
         {"app": "bert", "dp_shard": 2, "activation_checkpointing": "selective"},
         {"app": "bert", "dp_shard": 2, "dtype": "bf16"},
+        {"app": "clm", "dp_shard": 2, "activation_checkpointing": "block"},
+        {"app": "electra", "dp_shard": 2},
+        {"app": "electra_disentangled", "dp_shard": 2, "activation_checkpointing": "selective"},
     ]
     said = check_grid(2, modes, tmp_path)["said"]
     assert "the ranks disagree on the code: sha256 is 'a' on rank 0" in said
@@ -66,6 +69,7 @@ def test_compiled_parallel_modes_agree_with_the_plain_model(tmp_path: Path) -> N
         for dp_shard in (1, 2)
         for checkpointing in ("none", "selective", "block")
     ]
+    modes += [{"app": app, "dp_shard": 2, "compile": True} for app in ("clm", "electra", "electra_disentangled")]
     check_grid(2, [*modes, {"app": "bert", "dp_shard": 2, "compile": True, "dtype": "bf16"}], tmp_path)
 
 

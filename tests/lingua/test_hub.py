@@ -22,7 +22,7 @@ from lingua.features import load_encoder
 from lingua.hub.export import ExportArgs, export, load_predictor, push
 from lingua.hub.exported import load_exported
 from lingua.hub.importing import ImportArgs, import_model
-from tests.support import ROOT, environment
+from tests.support import ROOT, environment, run_app, tiny_words
 from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
 
 TEXTS = [*(text for text in SENTENCES if "1999" not in text), "Short.", "naïve café 🙂 中文"]
@@ -519,3 +519,33 @@ def test_the_commands(bert: tuple[Path, Path], capsys: pytest.CaptureFixture[str
     )
     assert done.returncode == 2
     assert "usage: python -m lingua.hub export|import|fill" in done.stderr
+
+
+def test_what_an_objective_leaves_is_exported_honestly(corpus: Path, tmp_path: Path) -> None:
+    """An ELECTRA as a bare encoder with its discriminator's weights; a causal model not at all."""
+    from transformers import AutoModel
+
+    for objective in ("rtd", "clm"):
+        options = {"objective": objective, "steps": 2, "rtd__disentangled": str(objective == "rtd").lower()}
+        run_app("bert", tiny_words("bert", corpus, tmp_path / objective, **options))
+    with pytest.raises(UserError, match=r"trained to predict each next token \(objective=clm\).*Train it on with"):
+        export(ExportArgs(ckpt=str(tmp_path / "clm"), to=str(tmp_path / "out_clm")))
+    assert not (tmp_path / "out_clm").exists()
+
+    out = tmp_path / "out"
+    export(ExportArgs(ckpt=str(tmp_path / "rtd"), to=str(out)))
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["EuroBertModel"]
+    card = (out / "README.md").read_text()
+    assert "the discriminator of an ELECTRA" in card
+    assert "pipeline_tag: feature-extraction" in card
+    assert "predictor.safetensors" not in card
+    encoder = load_encoder(tmp_path / "rtd").encoder
+    tokens = torch.arange(10, 30)[None]
+    theirs = AutoModel.from_pretrained(out)(input_ids=tokens).last_hidden_state
+    torch.testing.assert_close(theirs, encoder(tokens), rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="was not trained to predict tokens"):
+        load_exported(out).fill("the cat <mask>")
+    # and it is still one after it came back
+    import_model(ImportArgs(source=str(out), to=str(tmp_path / "back")))
+    export(ExportArgs(ckpt=str(tmp_path / "back"), to=str(tmp_path / "again")))
+    assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == ["EuroBertModel"]

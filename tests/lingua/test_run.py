@@ -124,8 +124,8 @@ def test_a_run_resumed_between_checkpoints_gives_the_same_bits(
 
     real_save = Run.save
 
-    def save(self: Run, step: int) -> None:
-        real_save(self, step)
+    def save(self: Run, step: int, *args: str) -> None:
+        real_save(self, step, *args)
         if step == 17:
             raise Killed
 
