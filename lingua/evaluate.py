@@ -22,7 +22,7 @@ from lingua.distributed import World, pick_dtype, start
 from lingua.errors import UserError
 from lingua.feature_files import FeatureFiles
 from lingua.features import load_encoder, run_folder
-from lingua.frozen import FrozenEncoder
+from lingua.frozen import POOLINGS, FrozenEncoder, usable_device
 from lingua.glue import GLUE, GlueArgs, load_glue
 from lingua.hf_encoder import load_hf_encoder, parameter_counts
 from lingua.probe import ProbeArgs
@@ -72,6 +72,8 @@ class EvalArgs:
         integers = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
         if self.layers != "all" and not (layers and integers):
             raise UserError(f"layers={self.layers}: expected all, a number or a list such as [0,4,-1]")
+        if self.pooling not in POOLINGS:
+            raise UserError(f"pooling={self.pooling}: expected one of {', '.join(POOLINGS)}")
         if self.batch_tokens < 1:
             raise UserError(f"batch_tokens={self.batch_tokens}: expected at least 1")
         if self.dtype not in ("fp32", "bf16", "auto"):
@@ -140,7 +142,7 @@ class Evaluation:
         self.args, self.model_class, self.model_args = args, model_class, model_args
         self._make_model = make_model or (lambda args, config: model_class(args))
         self.world: World = start(TIMEOUT)
-        self.device = args.device or str(self.world.device)
+        self.device = usable_device(args.device or str(self.world.device))
         self.dtype = pick_dtype(args.dtype, torch.device(self.device.partition(":")[0]))
         if args.ckpt is not None:
             # A run that is watched need not have a checkpoint yet.

@@ -6,10 +6,11 @@ how they are pooled. Delete the folder when you are done: nothing refers to it.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -55,18 +56,41 @@ class FeatureFiles:
         folder = self.folder / self.world.from_first(key.hexdigest()[:32])
         shape = (int(sequences.first_rows()[-1]), encoder.dim)
         paths = {layer: folder / f"layer_{layer:02d}.npy" for layer in layers}
-        missing = self.world.from_first([layer for layer in paths if not _is_whole(paths[layer], shape)])
+        how = (pooling, batch_tokens, final_norm, title)
+        missing = self._missing(paths, shape)
         if missing:
-            partial = {layer: paths[layer].with_suffix(".partial") for layer in missing}
+            with _alone(folder) if self.world.is_first else nullcontext():
+                missing = self._missing(paths, shape)  # another evaluation may have made them meanwhile
+                if missing:
+                    self._make({layer: paths[layer] for layer in missing}, shape, encoder, sequences, how)
+        if not missing:
+            encoder.truncated += sequences.truncated
+        # copy-on-write, because PyTorch warns of arrays that it cannot write to
+        return [npy.open_memmap(paths[layer], mode="c") for layer in layers]
+
+    def _missing(self, paths: dict[int, Path], shape: tuple[int, int]) -> list[int]:
+        return self.world.from_first([layer for layer in paths if not _is_whole(paths[layer], shape)])
+
+    def _make(
+        self,
+        paths: dict[int, Path],
+        shape: tuple[int, int],
+        encoder: FrozenEncoder,
+        sequences: Sequences,
+        how: tuple[str, int, bool, str],
+    ) -> None:
+        """Write the file of each layer; what fails leaves none."""
+        *options, title = how
+        partial = {layer: path.with_suffix(".partial") for layer, path in paths.items()}
+        try:
             if self.world.is_first:
-                folder.mkdir(parents=True, exist_ok=True)
                 for path in partial.values():
                     _allocate(path, shape)
             self.world.gather(None)  # the files are there
-            out = [npy.open_memmap(partial[layer], mode="r+") for layer in missing]
+            out = [npy.open_memmap(path, mode="r+") for path in partial.values()]
             part, texts = (self.world.rank, self.world.size), len(sequences.ids) // self.world.size
             with Progress(title, texts, "tokens") if self.world.is_first else nullcontext() as progress:
-                encoder.run(sequences, missing, pooling, batch_tokens, final_norm, out, part, progress)
+                encoder.run(sequences, list(paths), *options, out, part, progress)
             for array in out:
                 array.flush()
             del out
@@ -77,10 +101,10 @@ class FeatureFiles:
                     path.replace(paths[layer])
                     self._made.append(paths[layer])
             self.world.gather(None)  # the files have their names
-        else:
-            encoder.truncated += sequences.truncated
-        # copy-on-write, because PyTorch warns of arrays that it cannot write to
-        return [npy.open_memmap(paths[layer], mode="c") for layer in layers]
+        finally:
+            if self.world.is_first:
+                for path in partial.values():
+                    path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Delete the files that were made here, on rank 0; those found stay, and the folder if there are any."""
@@ -95,6 +119,24 @@ class FeatureFiles:
         if id(encoder) not in self._weights:
             self._weights = {id(encoder): encoder.weights_digest() if self.world.is_first else b""}
         return self._weights[id(encoder)]
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Make the folder, and hold it against other evaluations that would write the same files at the same time."""
+    lock = folder / "lock"
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock.open("w") as file:
+            with suppress(OSError):  # on a file system without locks, none
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed or the process ends
+            if not lock.exists() or not os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                continue  # removed by the one that held it
+            try:
+                yield
+            finally:
+                lock.unlink()
+            return
 
 
 def _is_whole(path: Path, shape: tuple[int, int]) -> bool:

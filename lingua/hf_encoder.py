@@ -195,7 +195,14 @@ def load_hf_encoder(
     if max_length is not None and not 4 <= max_length <= longest:
         raise UserError(f"max_length={max_length}: hf:{name} takes 4 to {longest} tokens")
     length = min(DEFAULT_LENGTH, longest) if max_length is None else max_length
-    return HFEncoder(model, tokenizer, length, usable_device(device), dtype)
+    try:
+        return HFEncoder(model, tokenizer, length, usable_device(device), dtype)
+    except UserError:
+        raise
+    except Exception as error:  # such as an encoder with a decoder, which wants the inputs of both
+        raise UserError(
+            f"hf:{name}: {type(model).__name__} cannot be used as an encoder: {' '.join(str(error).split())[:300]}"
+        ) from None
 
 
 def longest_sequence(config: Any, tokenizer: Any) -> int:

@@ -50,7 +50,10 @@ class ProbeArgs:
         checks = {
             "kinds": (bool(self.kinds) and set(self.kinds) <= set(PROBES), f"some of {', '.join(PROBES)}"),
             "lambda_min": (self.lambda_min > 0, "a penalty above 0"),
-            "lambda_max": (self.lambda_max >= self.lambda_min, f"at least lambda_min={self.lambda_min}"),
+            "lambda_max": (
+                self.lambda_min <= self.lambda_max < np.inf,
+                f"a finite penalty of at least lambda_min={self.lambda_min}",
+            ),
             "lambdas": (self.lambdas >= 1, "at least 1"),
             "neighbours": (bool(self.neighbours) and min(self.neighbours) >= 1, "numbers from 1"),
             "distances": (known, "some of l2, cosine"),

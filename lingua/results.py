@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from lingua.errors import UserError
+from lingua.files import write_atomically
 from lingua.probe import SCORES
 
 RESULTS = "results.json"
@@ -173,10 +173,7 @@ def writable_folder(path: str | Path) -> Path:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees all of it or what was there before. Raises UserError."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
+        write_atomically(path, content)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None

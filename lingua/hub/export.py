@@ -39,6 +39,10 @@ class ExportArgs:
     push: str | None = None  # user/name: also upload it there, with the token of `hf auth login` or HF_TOKEN
     private: bool = True  # a repository that push creates is private
 
+    def __post_init__(self) -> None:
+        if self.push is not None and (self.push.count("/") != 1 or not all(self.push.split("/"))):
+            raise UserError(f"push={self.push}: expected user/name")
+
 
 def export(args: ExportArgs) -> None:
     """Write the folder, and push it if asked.
@@ -188,8 +192,6 @@ def _write_json(path: Path, value: Any) -> None:
 def push(folder: Path, repository: str, private: bool) -> None:
     """Upload a folder as ``user/name`` with the user's own token. Raises UserError if the hub refuses."""
     hub = optional("huggingface_hub", "push")
-    if repository.count("/") != 1 or not all(repository.split("/")):
-        raise UserError(f"push={repository}: expected user/name")
     try:
         api = hub.HfApi()
         url = api.create_repo(repository, private=private, exist_ok=True)

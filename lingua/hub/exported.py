@@ -58,7 +58,7 @@ class Exported:
             x_MD = self.predictor(visible_TD, visible_T[None], hidden_M[None])[0]
         logits_MV = x_MD @ self.encoder.embedding.weight.T
         logits_MV[:, list(tokenizer.special_ids)] = -torch.inf  # never predicted in training
-        best = logits_MV.softmax(dim=1).topk(top)
+        best = logits_MV.softmax(dim=1).topk(min(top, tokenizer.vocab_size - len(tokenizer.special_ids)))
         return [
             [(tokenizer.decode([i]), p) for i, p in zip(row.tolist(), probabilities.tolist(), strict=True)]
             for row, probabilities in zip(best.indices, best.values, strict=True)

@@ -212,6 +212,7 @@ def test_the_command_prints_the_table(files: dict[str, Path], capsys: pytest.Cap
         ({"ckpt": "nowhere"}, "nowhere: no such run or checkpoint folder"),
         ({"pooling": "cls"}, "pooling=cls"),
         ({"batch_tokens": 0}, "batch_tokens=0: expected at least 1"),
+        ({"device": "tpu"}, "device=tpu cannot be used"),
         ({"probe": {"kinds": ["svm"]}}, "probe.kinds"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,31 @@ def test_non_finite_features_are_refused_and_leave_no_file(enc: TextEncoder, fil
         enc.encoder.layers[1].ffn.w2.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match=f"features of layer 2: NaN or infinity in {len(TEXTS)} of {len(TEXTS)} rows"):
         files.get(enc, enc.text_sequences(TEXTS), [2])
-    assert not list(files.folder.glob("*/*.npy"))
+    assert not list(files.folder.glob("*/*"))
+
+
+def test_an_evaluation_waits_for_another_of_the_same_features(
+    run: Path, enc: TextEncoder, files: FeatureFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = load_encoder(run, device="cpu")
+    forbid(second, monkeypatch)
+    sequences, found = second.text_sequences(TEXTS), []
+    waiting = threading.Thread(target=lambda: found.extend(files.get(second, sequences, [0, 2])))
+    states = enc.encoder.states
+
+    def slow(*args: Any, **options: Any) -> Iterator[torch.Tensor]:
+        if not waiting.ident:
+            waiting.start()
+            waiting.join(0.5)  # it would be over by then
+            assert waiting.is_alive()
+        return states(*args, **options)
+
+    monkeypatch.setattr(enc.encoder, "states", slow)
+    expected = FeatureFiles(files.folder, files.world).get(enc, enc.text_sequences(TEXTS), [0, 2])
+    waiting.join(60)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found[1], load_encoder(run, device="cpu").encode(TEXTS))
+    assert sorted(path.name for path in files.folder.glob("*/*")) == ["layer_00.npy", "layer_02.npy"]
 
 
 def test_a_full_disk_is_one_message(enc: TextEncoder, files: FeatureFiles, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,11 @@ def test_models_that_cannot_be_used_are_refused(bert: Path, tmp_path: Path, monk
     transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(lacking)
     with pytest.raises(UserError, match=r"its files lack 16 of the encoder's weights .*layer\.1\..* would be random"):
         load_hf_encoder(str(lacking))
+    size = {"vocab_size": 200, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    transformers.T5Model(transformers.T5Config(**size)).save_pretrained(tmp_path / "t5")
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / "t5")
+    with pytest.raises(UserError, match=r"hf:.*t5: T5Model cannot be used as an encoder: You must specify"):
+        load_hf_encoder(str(tmp_path / "t5"))
 
 
 def test_an_unknown_ending_of_a_model_is_refused(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:

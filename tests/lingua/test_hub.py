@@ -19,7 +19,7 @@ from torch import Tensor
 from lingua.checkpoint import _load_tensors, read_state, resolve
 from lingua.errors import UserError
 from lingua.features import load_encoder
-from lingua.hub.export import ExportArgs, export, load_predictor, push
+from lingua.hub.export import ExportArgs, export, load_predictor
 from lingua.hub.exported import load_exported
 from lingua.hub.importing import ImportArgs, import_model
 from tests.support import ROOT, environment, run_app, tiny_words
@@ -225,6 +225,8 @@ def test_a_berts_masks_are_filled_by_its_own_head(
     logits[:, list(exported.tokenizer.special_ids)] = -torch.inf
     for row, probabilities in zip(exported.fill(MASKED, top=4), logits.softmax(dim=1), strict=True):
         assert [p for _, p in row] == pytest.approx(probabilities.topk(4).values.tolist(), rel=1e-3)
+    for row in exported.fill(MASKED, top=10**6):
+        assert len(row) == exported.tokenizer.vocab_size - len(exported.tokenizer.special_ids)
     with pytest.raises(UserError, match="has no <mask>"):
         exported.fill("no mask")
 
@@ -490,7 +492,7 @@ def test_push_uploads_with_the_users_token(crossbert: tuple[Path, Path], tmp_pat
     assert "somebody-elses" not in refused.stderr + refused.stdout
     assert (tmp_path / "two" / "model.safetensors").is_file()
     with pytest.raises(UserError, match="expected user/name"):
-        push(tmp_path / "one", "enc", private=True)
+        ExportArgs(ckpt=str(crossbert[0]), to=str(tmp_path / "three"), push="enc")
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_nothing_is_left(

@@ -225,6 +225,7 @@ def test_half_precision_features_are_taken() -> None:
         ({"kinds": []}, "probe.kinds"),
         ({"lambda_min": 0.0}, "probe.lambda_min=0.0: expected a penalty above 0"),
         ({"lambda_max": 0.5}, "probe.lambda_max=0.5"),
+        ({"lambda_max": np.inf}, "probe.lambda_max=inf: expected a finite penalty"),
         ({"lambdas": 0}, "probe.lambdas=0"),
         ({"neighbours": [0, 1]}, "probe.neighbours"),
         ({"distances": ["l1"]}, "probe.distances"),
