@@ -138,7 +138,7 @@ class Request:
 
     @property
     def is_sweep(self) -> bool:
-        return bool(self.sweep or self.sweep_file)
+        return bool(self.sweep) or self.sweep_file is not None
 
 
 def read_request(argv: list[str]) -> Request:
@@ -196,6 +196,8 @@ def _is_text(key: str) -> bool:
 def _check_texts(path: str) -> None:
     values = read_yaml(path)
     for section, prefix in ((values, ""), (values.get("eval") or {}, "eval.")):
+        if not isinstance(section, dict):
+            raise UserError(f"{path}: {prefix.rstrip('.')}: expected keys with values, found {section!r}")
         texts = {f"{prefix}{key}": value for key, value in section.items()}
         texts |= {f"{prefix}sbatch.{key}": value for key, value in (section.get("sbatch") or {}).items()}
         for key, value in texts.items():

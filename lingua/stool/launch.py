@@ -18,6 +18,7 @@ from lingua.stool.plan import describe, load_script, make_plan, resolve
 from lingua.stool.status import run_state
 
 CONFIG = "config.yaml"
+FIXED = ("script", "config", "dump_dir", "dry_run")  # what a resumed launch does not change
 
 
 def launch(request: Request) -> None:
@@ -28,11 +29,15 @@ def launch(request: Request) -> None:
         if given:
             raise UserError(f"dump_dir={args.dump_dir} and, after --, {given[0]}: give one of them")
     found = sweep.points(request.sweep, request.sweep_file) if request.is_sweep else [{}]
+    if any("dump_dir" in point for point in found):
+        raise UserError("sweep: dump_dir cannot be swept: each run has a folder of its own in that of the sweep")
     swept = [f"{key}={value}" for key, value in found[0].items()]
     if args.dump_dir:
         words.append(f"dump_dir={args.dump_dir}")
     script, config = resolve(args, words + swept)
     folder = Path(config.dump_dir).absolute()
+    if "%" in str(folder) and args.launcher == "slurm":
+        raise UserError(f"dump_dir={folder}: SLURM puts something else for a % in the path of a log; use another name")
     names = sweep.names(found) if request.is_sweep else [""]
     configs, plans = {}, []
     for name, point in zip(names, found, strict=True):
@@ -71,8 +76,7 @@ def launch(request: Request) -> None:
         records.write_launch(run, _launch_record(args, code, info, folder if names[0] else None, plans[number]))
         (records.home(run) / CONFIG).write_text(text)
     if request.is_sweep:
-        before = sweep.runs(folder) if (folder / sweep.INDEX).is_file() else []
-        sweep.write_index(folder, [line for line in before if line["name"] not in names] + lines)
+        sweep.refresh(folder, lines)
     _submit(folder, runs, code, args)
 
 
@@ -180,7 +184,9 @@ def resume(folder: Path, changes: list[str], words: list[str], new_code: bool) -
     runs = []
     for run in sweep.expand([folder]):
         state = run_state(run)
-        if state in records.STOPPED:
+        if is_sweep and not (records.home(run) / "launch.json").is_file():
+            print(f"{run.name}: its folder is gone; the command of the launch makes it again")
+        elif state in records.STOPPED:
             runs.append(run)
         elif is_sweep or state == records.FINISHED:
             print(f"{run.name}: {state.lower()}, left alone")
@@ -189,38 +195,52 @@ def resume(folder: Path, changes: list[str], words: list[str], new_code: bool) -
     if not runs:
         print("nothing to submit")
         return
-    launches = {run: records.read_launch(run) for run in runs}
+    # All of it is checked before anything is written.
+    launches = {run: _relaunch(run, changes, words, new_code) for run in runs}
     if new_code:
         code = snapshot.next_folder(records.home(folder))
         snapshot.take(code, launches[runs[0]]["args"]["snapshot_mb"])
         launches = {run: launch | {"code": str(code)} for run, launch in launches.items()}
-    # Runs of a sweep that was extended later have code of their own, and a job has one.
-    for code in dict.fromkeys(launch["code"] for launch in launches.values()):
-        group = {run: launch for run, launch in launches.items() if launch["code"] == code}
-        _submit_again(folder, group, Path(code), changes, words)
-
-
-def _submit_again(
-    folder: Path, launches: dict[Path, dict[str, Any]], code: Path, changes: list[str], words: list[str]
-) -> None:
-    if not code.is_dir():
-        raise UserError(f"{code}: the code this run was launched with is gone; --new-code takes that of today")
-    changed = parse_changes(next(iter(launches.values()))["args"], changes)
+    # Runs of a sweep that was extended later have code and resources of their own, and a job has one of each.
+    groups: list[list[Path]] = []
     for run, launch in launches.items():
-        script = load_script(changed.script)
-        config = parse(script.config_class, [f"config={records.home(run)}/{CONFIG}", *launch["words"], *words])
-        plan = make_plan(script, config, changed)
-        told = {"args": to_dict(changed), "words": [*launch["words"], *words], "plan": plan}
-        records.write_launch(run, launch | told)
-    _submit(folder, list(launches), code, changed)
+        same = (group for group in groups if all(launches[group[0]][key] == launch[key] for key in ("code", "args")))
+        group = next(same, None)
+        groups.append([run]) if group is None else group.append(run)
+    for group in groups:
+        for run in group:
+            records.write_launch(run, launches[run])
+        first = launches[group[0]]
+        _submit(folder, group, Path(first["code"]), build(StoolArgs, ("launch.json", first["args"])))
+
+
+def _relaunch(run: Path, changes: list[str], words: list[str], new_code: bool) -> dict[str, Any]:
+    """The launch of a run with what is changed."""
+    launch = records.read_launch(run)
+    if not new_code and not Path(launch["code"]).is_dir():
+        raise UserError(f"{launch['code']}: the code {run} was launched with is gone; --new-code takes that of today")
+    changed = parse_changes(launch["args"], changes)
+    script = load_script(changed.script)
+    words = [*launch["words"], *words]
+    config = parse(script.config_class, [f"config={records.home(run)}/{CONFIG}", *words])
+    return launch | {"args": to_dict(changed), "words": words, "plan": make_plan(script, config, changed)}
 
 
 def parse_changes(old: dict[str, Any], changes: list[str]) -> StoolArgs:
     """The launch of before with ``key=value`` changed. Raises UserError."""
     from omegaconf import OmegaConf
 
-    return build(
+    for word in changes:
+        key, equals, _ = word.partition("=")
+        if not equals:
+            raise UserError(f"{word!r} is not of the form key=value")
+        if key in FIXED:
+            raise UserError(f"{word}: resume goes on with a run as it is, and cannot change its {key}")
+    args = build(
         StoolArgs,
         ("the launch before", old),
         ("the command line", OmegaConf.to_container(OmegaConf.from_dotlist(as_text(changes)))),
     )
+    if args.launcher == "debug":
+        raise UserError("launcher=debug runs nothing again: resume submits to slurm or local")
+    return args

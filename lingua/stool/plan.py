@@ -148,7 +148,7 @@ def describe(plan: dict[str, Any], args: StoolArgs, runs: int = 1) -> list[str]:
     """The plan as lines for a person."""
     lines = []
     if runs > 1:
-        lines.append(f"{runs} runs, at most {args.max_parallel} at the same time; of each:")
+        lines.append(f"{runs} runs, at most {args.max_parallel} at the same time; of the first:")
     per_node = f"{args.nodes} node{'s' * (args.nodes > 1)} x {args.ranks_per_node}"
     lines.append(f"ranks         {plan['ranks']} ({per_node}), {plan['gpus']} GPUs")
     if "rows" in plan:

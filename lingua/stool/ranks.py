@@ -20,6 +20,7 @@ from lingua.stool import records
 
 # "srun: error: n1: task 3: Killed", "srun: error: n0: tasks 0-1: Exited with exit code 2"
 SRUN_FAILURE = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+LAUNCH_FAILED = "launch failed: "  # srun: error: task 0 launch failed: Slurmd could not connect IO
 FOLLOWER = "stopping, because of"  # lingua.watchdog, on a rank that ends because of another
 POLL_S = 0.5
 
@@ -100,6 +101,8 @@ class Ranks:
             poll()
             time.sleep(POLL_S)
         code = first_bad or next(filter(None, (p.returncode for p in self.processes)), 0)
+        if code == 0 and any(LAUNCH_FAILED in line for line in records.tail(self.logs / "srun.log")):
+            return 1  # srun says 0 where a rank was never started
         return 128 - code if code < 0 else code
 
     def failure(self, code: int) -> dict[str, Any] | None:

@@ -45,7 +45,7 @@ def take(folder: Path, max_mb: float) -> dict[str, Any]:
     for path in files:
         (partial / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source / path, partial / path)
-    diff = "" if commit is None else _git(source, "diff", "--binary", "HEAD") or ""
+    diff = "" if commit is None else _git(source, "diff", "--binary", "--no-color", "--no-ext-diff", "HEAD") or ""
     changed = "" if commit is None else _git(source, "status", "--porcelain") or ""
     info = {
         "commit": commit.strip() if commit else None,
@@ -53,7 +53,7 @@ def take(folder: Path, max_mb: float) -> dict[str, Any]:
         "files": len(files),
         "source": str(source),
     }
-    (partial / "git.diff").write_text(diff)
+    (partial / "git.diff").write_bytes(diff.encode("utf-8", "surrogateescape"))
     (partial / INFO).write_text(json.dumps(info, indent=1) + "\n")
     partial.rename(folder)
     return info
@@ -92,7 +92,8 @@ def _check_size(source: Path, files: list[Path], max_mb: float) -> None:
 def _git(folder: Path, *words: str) -> str | None:
     """What git prints, or None where there is no git, no repository or no commit."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    # Names and lines of files may be in any encoding.
+    return done.stdout.decode("utf-8", "surrogateescape") if done.returncode == 0 else None

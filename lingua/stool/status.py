@@ -94,7 +94,8 @@ def status(folders: list[Path], as_json: bool = False) -> None:
 
 def _line(run: Path, about: dict[str, Any]) -> dict[str, Any]:
     done = records.progress(run)
-    plan = records.read_launch(run)["plan"]
+    launched = (records.home(run) / "launch.json").is_file()  # else the folder of a sweep's run has been removed
+    plan = records.read_launch(run)["plan"] if launched else {}
     loss, speed = done.get("loss"), done.get("tokens_per_second")
     return {
         "run": run.name,
@@ -116,7 +117,9 @@ def _failure(run: Path, about: dict[str, Any]) -> str:
         return ""
     failure = about.get("failure")
     if not failure:
-        return about.get("reason") or ""
+        # Where there is no record of the end: what the process said that should have started the ranks.
+        said = "" if "exit" in about else records.last_line(_job_log(run, about))
+        return "; ".join(filter(None, [about.get("reason"), said and f"the job's last line: {said}"]))
     where = f"rank {failure['rank']} on {failure['node']}: " if failure["rank"] is not None else ""
     said = f"; its last line: {failure['line']}" if failure["line"] else ""
     return f"{about['reason']}; first {where}{failure['cause']}{said}"
@@ -142,10 +145,22 @@ def last_log_line(run: Path, about: dict[str, Any]) -> str:
     return records.last_line(run / "train.log", *(rank_log(folder, 0) for folder in folders[-1:]))
 
 
+def _job_log(run: Path, about: dict[str, Any]) -> Path:
+    """What the process that watches over the ranks of the newest job printed."""
+    home = records.home(Path(records.read_launch(run)["sweep"] or run))
+    return home / "submitit" / f"{about['job']}_0_log.out" if about["launcher"] == "slurm" else home / "local.log"
+
+
 def logs(run: Path, rank: int | None, follow: bool) -> None:
     """Print the training log, or what one rank printed in its last start; with ``follow`` until the run has ended."""
     run = run.absolute()
-    records.read_launch(run)
+    if (run / sweep.INDEX).is_file():
+        raise UserError(
+            f"{run} is a sweep: name one of its runs, {', '.join(line['name'] for line in sweep.runs(run))}"
+        )
+    ranks = records.read_launch(run)["plan"]["ranks"]
+    if rank is not None and not 0 <= rank < ranks:
+        raise UserError(f"--rank {rank}: {run} has {ranks} rank{'s' * (ranks > 1)}, counted from 0")
     path = _log(run, rank)
     if path is None and not follow:
         raise UserError(f"{run}: nothing has been printed yet; its state is {run_state(run)}")
@@ -171,6 +186,7 @@ def _log(run: Path, rank: int | None) -> Path | None:
     folders = outputs(run)
     if rank is None:
         paths = [run / "train.log", *(rank_log(folder, 0) for folder in folders[-1:])]
+        paths.append(_job_log(run, records.summary(run)))
     else:
         paths = [rank_log(folder, rank) for folder in folders[-1:]]
     return next((path for path in paths if path.is_file() and path.stat().st_size), None)
@@ -185,7 +201,7 @@ def cancel(folders: list[Path]) -> None:
     on_slurm = []
     for run, about in states(runs).items():
         if about["state"] in (*records.STOPPED, records.FINISHED):
-            print(f"{run.name}: {about['state'].lower()} already")
+            print(f"{run.name}: {about['state'].lower()} already" if about["state"] else f"{run.name}: not submitted")
             continue
         records.append(run, "cancel", job=about["job"])
         print(f"cancelling {about['job']}: {run}")

@@ -26,7 +26,7 @@ def points(grid: dict[str, list[str]], file: str | None) -> list[dict[str, str]]
     Raises:
         UserError: an unreadable file, or the same point twice.
     """
-    listed = read_points(file) if file else [{}]
+    listed = read_points(file) if file is not None else [{}]
     found = []
     for point in listed:
         for values in itertools.product(*grid.values()):
@@ -48,8 +48,12 @@ def read_points(path: str) -> list[dict[str, str]]:
         if not values["points"] or not all(isinstance(point, dict) and point for point in values["points"]):
             raise UserError(f"{path}: points: expected a list of mappings from keys to values")
         return [{str(key): _text(value) for key, value in point.items()} for point in values["points"]]
-    if not {"n", "draw"} <= set(values) <= {"n", "draw", "seed"} or not isinstance(values["draw"], dict):
-        raise UserError(f"{path}: expected either points: or n:, draw: and perhaps seed:; found {', '.join(values)}")
+    if not {"n", "draw"} <= set(values) <= {"n", "draw", "seed"} or not (
+        isinstance(values["draw"], dict) and values["draw"]
+    ):
+        raise UserError(
+            f"{path}: expected points:, or n:, draw: with keys, and perhaps seed:; found {', '.join(values)}"
+        )
     n, seed = values["n"], values.get("seed", 0)
     if not isinstance(n, int) or n < 1 or not isinstance(seed, int):
         raise UserError(f"{path}: n={n}, seed={seed}: expected whole numbers, n at least 1")
@@ -67,7 +71,7 @@ def _draw(path: str, key: str, spec: Any, seed: int, i: int) -> str:
         low, high = map(float, args)
         if not low <= high or (kind == "log_uniform" and low <= 0):
             raise ValueError
-    except ValueError:
+    except (TypeError, ValueError):
         wanted = "[low, high], 0 < low <= high" if kind == "log_uniform" else "[low, high]"
         raise UserError(f"{path}: draw.{key}={spec}: expected {kind}: {wanted}") from None
     if kind == "int":
@@ -111,7 +115,7 @@ def runs(sweep: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_index(sweep: Path, lines: list[dict[str, Any]]) -> None:
+def _write_index(sweep: Path, lines: list[dict[str, Any]]) -> None:
     """Write the index whole, with the state, the last figures and the end of each run by its own records."""
     text = ""
     for line in lines:
@@ -125,12 +129,15 @@ def write_index(sweep: Path, lines: list[dict[str, Any]]) -> None:
     partial.replace(sweep / INDEX)
 
 
-def refresh(sweep: Path) -> None:
-    """Bring the index up to date; several jobs may do so at the same time."""
+def refresh(sweep: Path, new: list[dict[str, Any]] | None = None) -> None:
+    """Bring the index up to date, with the lines of ``new`` runs; several jobs may do so at the same time."""
+    new = new or []
+    names = {line["name"] for line in new}
     with (records.home(sweep) / "lock").open("w") as file:
         with contextlib.suppress(OSError):  # file systems without locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        write_index(sweep, runs(sweep))
+        before = runs(sweep) if (sweep / INDEX).is_file() else []
+        _write_index(sweep, [line for line in before if line["name"] not in names] + new)
 
 
 def expand(folders: list[Path]) -> list[Path]:

@@ -18,12 +18,12 @@ from apps.crossbert.train import CrossBertTrainArgs
 from lingua.args import parse, to_dict
 from lingua.errors import UserError
 from lingua.masking import complementary_views
-from lingua.stool import launch_evaluation, records, scheduler, snapshot, status
+from lingua.stool import launch, launch_evaluation, records, scheduler, snapshot, status
 from lingua.stool.args import StoolArgs, read_request, split_values
 from lingua.stool.evaluation import LEASE, evaluations
 from lingua.stool.job import ENDING, decide
 from lingua.stool.plan import activation_bytes, load_script, make_plan
-from lingua.stool.ranks import SRUN_FAILURE, _numbers
+from lingua.stool.ranks import SRUN_FAILURE, Ranks, _numbers
 from lingua.storage import as_path
 from tests.support import ROOT, environment, tiny_words
 
@@ -75,10 +75,15 @@ def test_text_stays_text() -> None:
         ([*START, "eval.script=b"], "no value for eval.time"),
         (["script=a", "time=2"], "signal_s=120 is no less than time=2: the run would be told to stop at once"),
         ([*START, "ngpu=2", "tasks_per_node=4"], "tasks_per_node=4: each rank needs a GPU of its own, ngpu=2"),
+        ([*START, "cluster=odd.yaml"], "odd.yaml: eval: expected keys with values, found 3"),
         ([*START, "sweep.seed=1,,2"], "sweep.seed=1,,2: expected values with commas"),
     ],
 )
-def test_words_that_are_refused(words: list[str], message: str) -> None:
+def test_words_that_are_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd.yaml").write_text("eval: 3\n")
     with pytest.raises(UserError, match=message):
         read_request(words)
 
@@ -227,6 +232,92 @@ def test_overrides_are_checked_before_anything_is_written(tmp_path: Path, corpus
     assert list(tmp_path.glob("run*")) == []
 
 
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (["sweep.file="], r"\.: no such file; expected a YAML config"),
+        (["sweep.dump_dir=a,b"], "dump_dir cannot be swept"),
+        (["dump_dir=runs/50%j"], r"50%j: SLURM puts something else for a % in the path"),
+    ],
+)
+def test_launches_that_are_refused(
+    own: list[str], message: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in tiny_words("crossbert", corpus, Path("x")) if "dump_dir=" not in word]
+    with pytest.raises(UserError, match=message):
+        launch.launch(read_request([*START, "ngpu=0", "dump_dir=runs/x", *own, "--", *words]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_one_line(corpus: Path) -> None:
+    words = [word for word in tiny_words("crossbert", corpus, Path("x")) if "dump_dir=" not in word]
+    done = stool(*START, "ngpu=0", "dump_dir=/dev/null/run", "--", *words)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: .*Not a directory: '/dev/null/run/.*'\n", done.stderr)
+
+
+@pytest.fixture
+def submissions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], StoolArgs]]:
+    """The runs and the resources of each submission, none of which is made."""
+    made: list[tuple[list[str], StoolArgs]] = []
+
+    def submit(folder: Path, runs: list[Path], code: Path, args: StoolArgs) -> None:
+        made.append(([run.name for run in runs], args))
+        for number, run in enumerate(runs):
+            records.append(run, "submit", job=f"{len(made)}_{number}", launcher="slurm", host="here")
+            records.append(run, "end", job=f"{len(made)}_{number}", state=records.FAILED, exit=1, reason="")
+
+    monkeypatch.setattr(launch, "_submit", submit)
+    return made
+
+
+def test_resume_keeps_what_each_run_was_launched_with(
+    submissions: list, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "sweep"
+    words = [word for word in tiny_words("crossbert", corpus, folder) if "dump_dir=" not in word]
+    launch.launch(read_request([*START, "ngpu=0", f"dump_dir={folder}", "sweep.seed=1,2,3", "--", *words]))
+    launch.resume(folder / "seed=2", ["mem=5G"], [], False)
+    launch.resume(folder, ["time=90"], ["optim.lr=0.5"], False)
+    assert [(runs, args.mem, args.time) for runs, args in submissions[2:]] == [
+        (["seed=1", "seed=3"], "", "90"),
+        (["seed=2"], "5G", "90"),
+    ]
+    told = [records.read_launch(folder / name) for name in ("seed=1", "seed=2")]
+    assert [(about["args"]["mem"], about["words"]) for about in told] == [
+        ("", ["optim.lr=0.5"]), ("5G", ["optim.lr=0.5"]),
+    ]  # fmt: skip
+
+    # Nothing is written unless all can be submitted; a run that was removed holds up no other.
+    with pytest.raises(UserError, match=r"unknown key optim\.lrr"):
+        launch.resume(folder, ["time=100"], ["optim.lrr=1"], False)
+    assert records.read_launch(folder / "seed=1")["args"]["time"] == "90"
+    shutil.rmtree(folder / "seed=3")
+    capsys.readouterr()
+    launch.resume(folder, [], [], False)
+    assert "seed=3: its folder is gone" in capsys.readouterr().out
+    assert [runs for runs, _ in submissions[4:]] == [["seed=1"], ["seed=2"]]
+    status.status([folder])
+    status.cancel([folder])
+    assert "seed=3: not submitted\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("nodes", "'nodes' is not of the form key=value"),
+        ("dry_run=true", "cannot change its dry_run"),
+        ("dump_dir=x", "cannot change its dump_dir"),
+        ("launcher=debug", "resume submits to slurm or local"),
+        ("node=3", "unknown key node: did you mean nodes"),
+    ],
+)
+def test_changes_that_resume_refuses(change: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        launch.parse_changes(to_dict(StoolArgs(script="s", time="10")), [change])
+
+
 def test_without_sbatch_it_says_so(tmp_path: Path, corpus: Path) -> None:
     words = tiny_words("crossbert", corpus, tmp_path / "run")
     tools = tmp_path / "tools"
@@ -287,6 +378,23 @@ def test_a_snapshot_is_the_code_as_it_is(repository: Path, tmp_path: Path) -> No
     assert snapshot.next_folder(tmp_path) == tmp_path / "code/0002"
 
 
+def test_a_snapshot_of_files_in_any_encoding(repository: Path, tmp_path: Path) -> None:
+    latin = "caf\u00e9".encode("latin-1")
+    (repository / "notes.txt").write_bytes(latin + b"\r\n")
+    git(repository, "init", "-q")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "first")
+    (repository / "notes.txt").write_bytes(latin + b" au lait\r\n")
+    (repository / os.fsdecode(latin + b".py")).write_text("")
+    code = tmp_path / "code"
+    snapshot.take(code, 1.0)
+    assert (code / "notes.txt").read_bytes() == latin + b" au lait\r\n"
+    assert (code / os.fsdecode(latin + b".py")).is_file()
+    git(repository, "checkout", "-q", "notes.txt")
+    git(repository, "apply", str(code / "git.diff"))
+    assert (repository / "notes.txt").read_bytes() == latin + b" au lait\r\n"
+
+
 def test_a_snapshot_without_git_is_the_packages(repository: Path, tmp_path: Path) -> None:
     (repository / "lingua/__pycache__").mkdir()
     (repository / "lingua/__pycache__/a.pyc").write_text("")
@@ -310,7 +418,8 @@ def test_a_snapshot_that_is_too_large_names_what_is(repository: Path, tmp_path: 
 def submitted(run: Path, job: str = "7", launcher: str = "slurm", **about: object) -> None:
     records.append(run, "submit", job=job, launcher=launcher, host="here", **about)
     if not (run / "stool/launch.json").exists():
-        records.write_launch(run, {"args": to_dict(StoolArgs(script="s", time="10")), "plan": {"steps": 30}})
+        plan = {"steps": 30, "ranks": 4}
+        records.write_launch(run, {"args": to_dict(StoolArgs(script="s", time="10")), "plan": plan, "sweep": None})
 
 
 def started(run: Path, job: str = "7", restart: int = 0, pid: int = 1) -> None:
@@ -470,6 +579,27 @@ def test_status_says_where_it_failed(clients: Path, tmp_path: Path, capsys: pyte
         "    failure: killed by signal 9; first rank 3 on n1: Killed; its last line: loss went up",
         "    log: last line",
     ]
+
+
+def test_a_job_that_failed_before_its_ranks(clients: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    submitted(tmp_path)
+    client(clients, "squeue", "echo '7|FAILED|None'")
+    said = "line 19: /no/python: No such file or directory"
+    (tmp_path / "stool/submitit").mkdir()
+    (tmp_path / "stool/submitit/7_0_log.out").write_text(f"{said}\n")
+    status.status([tmp_path])
+    assert f"failure: FAILED by the scheduler; the job's last line: {said}\n" in capsys.readouterr().out
+    status.logs(tmp_path, None, follow=False)
+    assert capsys.readouterr().out == f"{said}\n"
+    with pytest.raises(UserError, match=r"--rank 4: .* has 4 ranks, counted from 0"):
+        status.logs(tmp_path, 4, follow=False)
+
+
+def test_a_rank_that_srun_never_started_is_no_success(tmp_path: Path) -> None:
+    args = to_dict(StoolArgs(script="s", launcher="local", ngpu=0))
+    ranks = Ranks(["true"], {"args": args}, tmp_path)
+    (tmp_path / "srun.log").write_text("srun: error: task 0 launch failed: Slurmd could not connect IO\n")
+    assert ranks.wait(lambda: None) == 1
 
 
 def test_folders_that_are_no_runs(tmp_path: Path) -> None:

@@ -67,11 +67,13 @@ def test_draws_are_a_function_of_the_seed(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("points: []", "points: expected a list of mappings"),
-        ("values: [1]", "expected either points: or n:, draw:"),
+        ("values: [1]", "expected points:, or n:, draw: with keys"),
+        ("n: 2\ndraw: {}", "expected points:, or n:, draw: with keys"),
         ("n: 0\ndraw: {a: {int: [0, 1]}}", "n=0, seed=0: expected whole numbers"),
         ("n: 2\ndraw: {a: {normal: [0, 1]}}", "draw.a={'normal': .*expected one of choice, int"),
         ("n: 2\ndraw: {a: {log_uniform: [0, 1]}}", r"expected log_uniform: \[low, high\], 0 < low"),
         ("n: 2\ndraw: {a: {uniform: [2, 1]}}", r"expected uniform: \[low, high\]"),
+        ("n: 2\ndraw: {a: {uniform: [null, 1]}}", r"expected uniform: \[low, high\]"),
         ("n: 2\ndraw: {a: {choice: []}}", "draw.a="),
     ],
 )
@@ -86,7 +88,7 @@ def test_the_index_follows_the_records(tmp_path: Path) -> None:
     records.append(tmp_path / "0", "end", job="5_0", state=records.FINISHED, exit=0, reason="finished")
     (tmp_path / "0/metrics.jsonl").write_text('{"step": 3, "loss": 2.5}\n{"step": 3, "valid/web/loss@0.5": 2.25}\n')
     (tmp_path / "stool").mkdir()
-    sweep.write_index(tmp_path, lines)
+    sweep.refresh(tmp_path, lines)
     first, second = map(json.loads, (tmp_path / "sweep.jsonl").read_text().splitlines())
     assert (first["state"], first["job"], first["exit"], first["values"]) == ("FINISHED", "5_0", 0, {"seed": "0"})
     assert first["metrics"] == {"step": 3, "valid/web/loss@0.5": 2.25, "loss": 2.5}
@@ -94,3 +96,5 @@ def test_the_index_follows_the_records(tmp_path: Path) -> None:
     records.append(tmp_path / "1", "submit", job="5_1", launcher="slurm", host="here")
     sweep.refresh(tmp_path)
     assert [line["state"] for line in sweep.runs(tmp_path)] == ["FINISHED", "SUBMITTED"]
+    sweep.refresh(tmp_path, [{"name": "2", "values": {"seed": "2"}}])  # more points keep those that are there
+    assert [line["name"] for line in sweep.runs(tmp_path)] == ["0", "1", "2"]
