@@ -14,7 +14,7 @@ from lingua.errors import UserError
 from lingua.stool import records, snapshot, submit, sweep
 from lingua.stool.args import Request, StoolArgs, as_text, quote, script_words
 from lingua.stool.job import local_job, run_job
-from lingua.stool.plan import describe, load_script, make_plan, resolve
+from lingua.stool.plan import describe, load_script, make_plan, plans_by, resolve
 from lingua.stool.status import run_state
 
 CONFIG = "config.yaml"
@@ -195,8 +195,18 @@ def resume(folder: Path, changes: list[str], words: list[str], new_code: bool) -
     if not runs:
         print("nothing to submit")
         return
-    # All of it is checked before anything is written.
+    # All of it is checked before anything is written, by the code that will run.
     launches = {run: _relaunch(run, changes, words, new_code) for run in runs}
+    for code in dict.fromkeys(launch["code"] for launch in launches.values()):
+        same = {run: launch for run, launch in launches.items() if launch["code"] == code}
+        told = [
+            (launch["args"], [f"config={records.home(run)}/{CONFIG}", *launch["words"]]) for run, launch in same.items()
+        ]
+        cwd = next(iter(same.values()))["cwd"]
+        for launch, plan in zip(
+            same.values(), plans_by(snapshot.root() if new_code else Path(code), cwd, told), strict=True
+        ):
+            launch["plan"] = plan
     if new_code:
         code = snapshot.next_folder(records.home(folder))
         snapshot.take(code, launches[runs[0]]["args"]["snapshot_mb"])
@@ -219,11 +229,8 @@ def _relaunch(run: Path, changes: list[str], words: list[str], new_code: bool) -
     launch = records.read_launch(run)
     if not new_code and not Path(launch["code"]).is_dir():
         raise UserError(f"{launch['code']}: the code {run} was launched with is gone; --new-code takes that of today")
-    changed = parse_changes(launch["args"], changes)
-    script = load_script(changed.script)
-    words = [*launch["words"], *words]
-    config = parse(script.config_class, [f"config={records.home(run)}/{CONFIG}", *words])
-    return launch | {"args": to_dict(changed), "words": words, "plan": make_plan(script, config, changed)}
+    args = to_dict(parse_changes(launch["args"], changes))
+    return launch | {"args": args, "words": [*launch["words"], *words]}
 
 
 def parse_changes(old: dict[str, Any], changes: list[str]) -> StoolArgs:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lingua.args import parse
+from lingua.args import build, parse
 from lingua.errors import UserError
 from lingua.stool.args import StoolArgs, script_words
 
@@ -102,6 +107,23 @@ def make_plan(script: Script, config: Any, args: StoolArgs) -> dict[str, Any]:
     return plan
 
 
+def plans_by(code: Path, cwd: str, launches: list[tuple[dict[str, Any], list[str]]]) -> list[dict[str, Any]]:
+    """:func:`make_plan` of each ``(launch arguments, script's words)``, by a copy of the code, in the folder ``cwd``.
+
+    Keys that today's code names otherwise are those of the copy then.
+
+    Raises:
+        UserError: what the script of that code would refuse.
+    """
+    path = ":".join(filter(None, (str(code), os.environ.get("PYTHONPATH"))))
+    variables = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "lingua.stool.plan"]
+    done = subprocess.run(command, input=json.dumps(launches), cwd=cwd, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(done.stderr.strip().removeprefix("error: "))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def activation_bytes(config: Any, micro_rows: int, parameters: int) -> float:
     """Estimate of what the backward pass of one micro-batch keeps, without compilation; 0 if it computes it again.
 
@@ -166,3 +188,16 @@ def resolve(args: StoolArgs, words: list[str]) -> tuple[Script, Any]:
     """The script and its resolved config. Raises UserError for what the script itself would refuse."""
     script = load_script(args.script)
     return script, parse(script.config_class, script_words(args.config, words))
+
+
+if __name__ == "__main__":
+    plans = []
+    try:
+        for values, words in json.load(sys.stdin):
+            args = build(StoolArgs, ("the launch", values))
+            script = load_script(args.script)
+            plans.append(make_plan(script, parse(script.config_class, words), args))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(json.dumps(plans))

@@ -303,6 +303,28 @@ def test_resume_keeps_what_each_run_was_launched_with(
     assert "seed=3: not submitted\n" in capsys.readouterr().out
 
 
+def test_resume_is_checked_by_the_code_that_runs(
+    submissions: list, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in tiny_words("crossbert", corpus, tmp_path / "run") if "dump_dir=" not in word]
+    launch.launch(read_request([*START, "ngpu=0", "dump_dir=run", "--", *words]))
+    monkeypatch.chdir("/")  # the paths of the config are those of the folder it was launched in
+    told = records.read_launch(tmp_path / "run")
+    train = Path(told["code"]) / "apps/crossbert/train.py"
+    args = train.read_text()
+    train.write_text(
+        args.replace("class CrossBertTrainArgs(RunArgs):", "class CrossBertTrainArgs(RunArgs):\n    then: int = 0", 1)
+    )
+    assert train.read_text() != args
+    launch.resume(tmp_path / "run", [], ["then=3", "steps=77"], False)
+    told = records.read_launch(tmp_path / "run")
+    assert (told["words"], told["plan"]["steps"]) == (["then=3", "steps=77"], 77)
+    with pytest.raises(UserError, match="unknown key then"):
+        launch.resume(tmp_path / "run", [], [], True)
+    assert len(submissions) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
