@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -130,18 +131,26 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None = None,
+    fresh: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved ``state``; without optimizer, the model alone.
 
     Every rank of ``group`` calls it, and gets its share of the tensors.
 
+    Args:
+        fresh: parts of the model that stay as they are; only without optimizer.
+
     Raises:
         UserError: the checkpoint holds other tensors or shapes than the model, or is damaged.
     """
     if optimizer is None:
-        model_state = get_model_state_dict(model)
+        parts = [name for name, _ in model.named_children()]
+        unknown = [name for name in fresh if name not in parts]
+        if unknown:
+            raise UserError(f"init.fresh: the model has no part {unknown[0]}; it has {', '.join(parts)}")
+        model_state = {k: v for k, v in get_model_state_dict(model).items() if k.partition(".")[0] not in fresh}
         _load_tensors(folder, {"model": model_state}, group)
-        set_model_state_dict(model, model_state)
+        set_model_state_dict(model, model_state, options=StateDictOptions(strict=not fresh))
     else:
         model_state, optimizer_state = get_state_dict(model, optimizer)
         _load_tensors(folder, {"model": model_state, "optimizer": optimizer_state}, group)

@@ -93,6 +93,22 @@ def complementary_views(rows_B: Tensor, seq_len: int, ratio: float, seed: int) -
     ]
 
 
+def predict_part(view: View, rows_B: Tensor, share: float, seed: int) -> View:
+    """Ask for a share of the hidden positions only, at least one; the others stay hidden all the same.
+
+    Args:
+        view: of the rows, or several stacked views of them.
+        rows_B: global row indices; which positions are asked for is a function of these and the seed.
+    """
+    hidden_BM = view.hidden_BM
+    count = max(1, round(hidden_BM.shape[1] * share))
+    if count == hidden_BM.shape[1]:
+        return view
+    rows_B = rows_B.repeat(len(hidden_BM) // len(rows_B))
+    order_BM = counter_hash(seed, 4, rows_B[:, None], hidden_BM).argsort(dim=1, stable=True)
+    return View(view.visible_BT, hidden_BM.gather(1, order_BM[:, :count].sort(dim=1).values))
+
+
 def mask_tokens(
     tokens_BS: Tensor,
     hidden_BM: Tensor,

@@ -244,8 +244,9 @@ class Run:
         if self._own is None:
             if self._init is not None:
                 optimizer = self.optimizer.adamw if self.args.init.optimizer else None
-                checkpoint.load(self._init, self.model, optimizer, self.world.saving)
-                log.info("starting from the weights of %s", self._init)
+                fresh = self.args.init.fresh
+                checkpoint.load(self._init, self.model, optimizer, self.world.saving, fresh)
+                log.info("starting from the weights of %s%s", self._init, f", but for {fresh}" if fresh else "")
             return 0
         state = checkpoint.load(self._own, self.model, self.optimizer.adamw, self.world.saving)
         for name, counter in self.optimizer.counters().items():

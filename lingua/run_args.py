@@ -31,8 +31,14 @@ class InitArgs:
     path: str | None = None  # run folder (its newest checkpoint) or checkpoint folder of the same model shape
     optimizer: bool = False  # also take its optimizer state, as for the decay branch of a wsd run
     position: bool = False  # also go on where it was in each source of the data; else from the beginning
+    fresh: list[str] = field(default_factory=list)  # parts that start anew, of any shape, such as [predictor]
 
     def __post_init__(self) -> None:
+        if self.fresh and (self.path is None or self.optimizer):
+            raise UserError(
+                f"init.fresh={self.fresh} needs init.path and goes without init.optimizer: there is no optimizer state "
+                "of new weights"
+            )
         if self.path is None and (self.optimizer or self.position):
             raise UserError("init.optimizer and init.position need init.path")
 

@@ -267,6 +267,10 @@ class PredictorArgs:
     dim: int = -1  # width; the tied output needs a projection when it is not the encoder's
     n_layers: int = 6  # cross-attention blocks
     n_heads: int = -1  # attention heads
+    self_attention: bool = False  # hidden positions also attend to each other, before the cross-attention
+    # Each block reads the encoder's last state plus a weighted sum of all its states, with weights of its own that
+    # are learned from zero (after CrossMAE); else the last state only.
+    mix_layers: bool = False
 
     def __post_init__(self) -> None:
         checks = {
@@ -278,10 +282,12 @@ class PredictorArgs:
 
 
 class PredictorBlock(nn.Module):
-    """Pre-norm cross-attention and feed-forward. No self-attention: hidden positions never see each other."""
+    """Pre-norm cross-attention and feed-forward. Hidden positions never see each other, but with self-attention."""
 
-    def __init__(self, dim: int, n_heads: int, source_dim: int, norm_eps: float) -> None:
+    def __init__(self, dim: int, n_heads: int, source_dim: int, norm_eps: float, self_attention: bool = False) -> None:
         super().__init__()
+        self.self_attention_norm = RMSNorm(dim, eps=norm_eps) if self_attention else None
+        self.self_attention = SelfAttention(dim, n_heads) if self_attention else None
         self.attention_norm = RMSNorm(dim, eps=norm_eps)
         self.attention = CrossAttention(dim, n_heads, source_dim)
         self.ffn_norm = RMSNorm(dim, eps=norm_eps)
@@ -294,7 +300,10 @@ class PredictorBlock(nn.Module):
         rotary: tuple[Tensor, Tensor],
         source_rotary: tuple[Tensor, Tensor],
         mask: Mask | None = None,
+        self_mask: Mask | None = None,
     ) -> Tensor:
+        if self.self_attention is not None:
+            x_BSD = x_BSD + self.self_attention(self.self_attention_norm(x_BSD), rotary, self_mask)
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), source_BTD, rotary, source_rotary, mask)
         return x_BSD + self.ffn(self.ffn_norm(x_BSD))
 
@@ -313,18 +322,45 @@ class Predictor(nn.Module):
         self.head_dim, self.rope_theta = dim // n_heads, encoder.rope_theta
         self.mask_vector = nn.Parameter(torch.empty(dim))
         self.layers = nn.ModuleList(
-            PredictorBlock(dim, n_heads, encoder.dim, encoder.norm_eps) for _ in range(args.n_layers)
+            PredictorBlock(dim, n_heads, encoder.dim, encoder.norm_eps, args.self_attention)
+            for _ in range(args.n_layers)
         )
+        # Not inside of the blocks, whose weights are there while they run only: the mixing comes before.
+        self.mix = None
+        if args.mix_layers:
+            self.mix = nn.ParameterList(torch.empty(encoder.n_layers + 1) for _ in range(args.n_layers))
         self.norm = RMSNorm(dim, eps=encoder.norm_eps)
         # The output matrix is the embedding, of the encoder's width.
         self.out = nn.Identity() if dim == encoder.dim else nn.Linear(dim, encoder.dim, bias=False)
 
-    def forward(self, visible_BTD: Tensor, visible_BT: Tensor, hidden_BM: Tensor, mask: Mask | None = None) -> Tensor:
+    def read(
+        self, encoder: Encoder, tokens_BT: Tensor, visible_BT: Tensor, mask: Mask | None = None
+    ) -> Tensor | list[Tensor]:
+        """What :meth:`forward` wants of the encoder: its output, or a mix of its states for each block.
+
+        Args:
+            tokens_BT, visible_BT: the visible tokens and their positions in the row.
+        """
+        if self.mix is None:
+            return encoder(tokens_BT, visible_BT, mask)
+        states = list(encoder.states(tokens_BT, visible_BT, mask))
+        states_LBTD = torch.stack(states)
+        return [encoder.norm(states[-1] + torch.tensordot(mix_L, states_LBTD, 1)) for mix_L in self.mix]
+
+    def forward(
+        self,
+        visible_BTD: Tensor | list[Tensor],
+        visible_BT: Tensor,
+        hidden_BM: Tensor,
+        mask: Mask | None = None,
+        self_mask: Mask | None = None,
+    ) -> Tensor:
         """Predicted states of the hidden positions.
 
         Args:
-            visible_BTD: the encoder's output at the visible positions.
+            visible_BTD: what :meth:`read` gave: the encoder's output at the visible positions, or one for each block.
             visible_BT, hidden_BM: positions in the row, int64.
+            mask, self_mask: of cross- and self-attention.
 
         Returns:
             [B, M, D] of the encoder's width, ready for the output matrix.
@@ -332,19 +368,25 @@ class Predictor(nn.Module):
         rotary = rotary_angles(hidden_BM, self.head_dim, self.rope_theta)
         source_rotary = rotary_angles(visible_BT, self.head_dim, self.rope_theta)
         x_BMD = self.mask_vector.expand(*hidden_BM.shape, -1)
-        for layer in self.layers:
-            x_BMD = layer(x_BMD, visible_BTD, rotary, source_rotary, mask)
+        sources = visible_BTD if isinstance(visible_BTD, list) else [visible_BTD] * len(self.layers)
+        for layer, source_BTD in zip(self.layers, sources, strict=True):
+            x_BMD = layer(x_BMD, source_BTD, rotary, source_rotary, mask, self_mask)
         return self.out(self.norm(x_BMD))
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, args: TransformerArgs, seed: int) -> None:
-    """Normal(0, ``init_std``) for matrices, embeddings and vectors; ones for norms. A function of ``seed`` alone.
+    """Normal(0, ``init_std``) for matrices, embeddings and vectors; ones for norms, zeros for mixes of layers.
+
+    A function of ``seed`` alone.
 
     Every parameter has its own generator, seeded by its name, so one model's weights do not depend on what
     else the model holds: BERT and CrossBERT start from the same encoder.
     """
     norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
+    mixes = {
+        id(mix) for module in model.modules() if isinstance(module, Predictor) and module.mix for mix in module.mix
+    }
     scale = {}
     if args.init_residual:
         for stack in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
@@ -353,6 +395,9 @@ def init_weights(model: nn.Module, args: TransformerArgs, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if id(parameter) in norms:
             parameter.fill_(1.0)
+            continue
+        if id(parameter) in mixes:
+            parameter.zero_()
             continue
         generator = torch.Generator().manual_seed(counter_hash(seed, text_hash(name)) & ((1 << 63) - 1))
         values = torch.empty(parameter.shape, dtype=torch.float32)

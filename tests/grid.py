@@ -43,7 +43,9 @@ def build(app: str) -> nn.Module:
         if app.startswith("electra"):
             rtd = RtdArgs(n_layers=1, dim=16, disentangled=app == "electra_disentangled")
             return Electra(BertArgs(**SHAPE), rtd, special_ids=(0,), seed=3)
-        return CrossBert(CrossBertArgs(**SHAPE, predictor=PredictorArgs(n_layers=1)), special_ids=(0,), seed=3)
+        switches = {"self_attention": True, "mix_layers": True} if app == "crossbert_switches" else {}
+        args = CrossBertArgs(**SHAPE, predictor=PredictorArgs(n_layers=1, **switches))
+        return CrossBert(args, special_ids=(0,), seed=3)
 
 
 def run(app: str, world: World, args: DistributedArgs, dtype: torch.dtype, compile: bool) -> dict[str, Any]:
@@ -59,11 +61,11 @@ def run(app: str, world: World, args: DistributedArgs, dtype: torch.dtype, compi
         parts = []
         half = len(index) // 2
         for number, part in enumerate((slice(0, half), slice(half, None))):
-            views = complementary_views if app == "crossbert" else lambda *a: [split_positions(*a)]
+            views = complementary_views if app.startswith("crossbert") else lambda *a: [split_positions(*a)]
             (view,) = views(index[part], 16, 0.5, 0)
             sync_gradients(model, when=number == 1)
             with precision(dtype, world.device):
-                inputs = (tokens[part],) if app == "crossbert" else (tokens[part], tokens[part])
+                inputs = (tokens[part],) if app.startswith("crossbert") else (tokens[part], tokens[part])
                 more = (torch.ones(half), index[part], torch.tensor(0.5)) if app.startswith("electra") else ()
                 loss = model(*inputs, None if app == "clm" else view, *more)
             loss.loss.backward()

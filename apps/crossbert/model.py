@@ -61,46 +61,62 @@ class CrossBert(nn.Module):
         n_views = len(view.visible_BT) // len(tokens_BS)
         tokens_BS = tokens_BS.repeat(n_views, 1)
         weight_B = None if weight_B is None else weight_B.repeat(n_views)
-        encoder_mask = predictor_mask = None
+        encoder_mask = predictor_mask = self_mask = None
         if self.document_start is not None:
             documents_BS = documents(tokens_BS, self.document_start)
             visible_documents_BT = documents_BS.gather(1, view.visible_BT)
             hidden_documents_BM = documents_BS.gather(1, view.hidden_BM)
             encoder_mask = document_mask(self.args.attention, visible_documents_BT, visible_documents_BT)
             predictor_mask = document_mask(self.args.attention, hidden_documents_BM, visible_documents_BT)
-        visible_BTD = self.encoder(tokens_BS.gather(1, view.visible_BT), view.visible_BT, encoder_mask)
-        x_BMD = self.predictor(visible_BTD, view.visible_BT, view.hidden_BM, predictor_mask)
+            if self.args.predictor.self_attention:
+                self_mask = document_mask(self.args.attention, hidden_documents_BM, hidden_documents_BM)
+        visible_tokens_BT = tokens_BS.gather(1, view.visible_BT)
+        visible_BTD = self.predictor.read(self.encoder, visible_tokens_BT, view.visible_BT, encoder_mask)
+        x_BMD = self.predictor(visible_BTD, view.visible_BT, view.hidden_BM, predictor_mask, self_mask)
         targets_BM = tokens_BS.gather(1, view.hidden_BM)
         weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
         return cross_entropy(
             x_BMD.flatten(0, 1), self.encoder.embedding.weight, targets_BM.flatten(), weights_BM.flatten()
         )
 
-    def flops_per_token(self, seq_len: int, hidden_ratio: float, complementary: bool) -> float:
+    def flops_per_token(
+        self, seq_len: int, hidden_ratio: float, complementary: bool, predicted_share: float = 1.0
+    ) -> float:
         """The paper's F for training, per view token.
 
         A view token costs the encoder or the predictor. A single view at ratio r pays ``F_enc (1 - r) + F_pred r``
-        (eq. 8); with complementary masks the two views have ratios r and 1 - r, so F is their mean, whatever r.
+        (eq. 8); with complementary masks the two views have ratios r and 1 - r, so F is their mean, whatever r. The
+        predictor costs nothing at hidden positions that it does not predict.
         """
         ratio = 0.5 if complementary else hidden_ratio
         encoder = block_flops(self.encoder.layers, self.args.dim, seq_len)
-        predictor = block_flops(self.predictor.layers, len(self.predictor.mask_vector), seq_len)
-        return encoder * (1 - ratio) + predictor * ratio
+        width, args = len(self.predictor.mask_vector), self.args.predictor
+        predictor = block_flops(self.predictor.layers, width, seq_len)
+        if args.self_attention:
+            predictor += 12 * width * args.n_layers * seq_len
+        return encoder * (1 - ratio) + predictor * ratio * predicted_share
 
-    def row_flops(self, seq_len: int, hidden_ratio: float, complementary: bool) -> ForwardFlops:
+    def row_flops(
+        self, seq_len: int, hidden_ratio: float, complementary: bool, predicted_share: float = 1.0
+    ) -> ForwardFlops:
         """What the forward pass of one row, all its views, costs the hardware.
 
-        The encoder runs on the visible positions, the predictor and the logits on the hidden ones.
+        The encoder runs on the visible positions, the predictor and the logits on those of the hidden ones that are
+        predicted. A mix of layers is not counted.
         """
         hidden = hidden_count(seq_len, hidden_ratio)
+        width, args = len(self.predictor.mask_vector), self.args.predictor
         total = ForwardFlops()
         for masked in (hidden, seq_len - hidden) if complementary else (hidden,):
             visible = seq_len - masked
             total += stack_flops(self.encoder.layers, self.args.dim, visible)
-            total += stack_flops(self.predictor.layers, len(self.predictor.mask_vector), masked, keys=visible)
-            total += product_flops(self.encoder.embedding.weight.shape, masked)
+            predicted = max(1, round(masked * predicted_share))
+            total += stack_flops(self.predictor.layers, width, predicted, keys=visible)
+            if args.self_attention:
+                total += ForwardFlops(attention=4 * width * args.n_layers * predicted**2)
+            total += product_flops(self.encoder.embedding.weight.shape, predicted)
             if isinstance(self.predictor.out, nn.Linear):
-                total += product_flops(self.predictor.out.weight.shape, masked)
+                total += product_flops(self.predictor.out.weight.shape, predicted)
         return total
 
     def parameter_counts(self) -> dict[str, int]:

@@ -9,8 +9,9 @@ import torch
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.args import cli
 from lingua.distributed import parallelize, sum_over_ranks, sync_gradients, with_last
+from lingua.errors import UserError
 from lingua.loss import LossSum
-from lingua.masking import complementary_views, hidden_count, split_positions
+from lingua.masking import complementary_views, hidden_count, predict_part, split_positions
 from lingua.optim import Optimizer
 from lingua.run import Run
 from lingua.run_args import RunArgs
@@ -23,6 +24,15 @@ class MaskingArgs:
     hidden_ratio: float = 0.5  # share of each row's positions that are hidden
     complementary: bool = True  # train on a mask and its inverse together (CMS, section 3.2)
     predict_special: bool = False  # also predict <s>, </s> and the like
+    predicted_share: float = 1.0  # share of the hidden positions that are predicted, by lot; the others stay hidden
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.predicted_share <= 1.0:
+            raise UserError(f"masking.predicted_share={self.predicted_share}: expected a share above 0 and at most 1")
+
+    def flops_args(self) -> tuple[float, bool, float]:
+        """What the model's FLOPs depend on."""
+        return self.hidden_ratio, self.complementary, self.predicted_share
 
 
 @dataclass
@@ -48,8 +58,8 @@ def train(args: CrossBertTrainArgs) -> None:
         with torch.device("meta"):  # shapes only; parallelize() makes the weights where they belong
             model = CrossBert(args.model, special_ids, args.seed, document_start)
         steps = run.total_steps(
-            lambda seq_len: model.flops_per_token(seq_len, masking.hidden_ratio, masking.complementary),
-            lambda seq_len: model.row_flops(seq_len, masking.hidden_ratio, masking.complementary),
+            lambda seq_len: model.flops_per_token(seq_len, *masking.flops_args()),
+            lambda seq_len: model.row_flops(seq_len, *masking.flops_args()),
         )
         parallelize(model, run.world, args.distributed, run.dtype, args.compile)
         optimizer = Optimizer(model, args.optim, steps)
@@ -57,6 +67,7 @@ def train(args: CrossBertTrainArgs) -> None:
             loss = targets = torch.zeros((), device=run.world.device)
             for rows in micro_batches:
                 views = make_views(rows.index_B, rows.tokens_BS.shape[1], masking.hidden_ratio, args.seed)
+                views = [predict_part(view, rows.index_B, masking.predicted_share, args.seed) for view in views]
                 for view, is_last in with_last(views):
                     sync_gradients(model, when=rows.last and is_last)
                     with run.precision():

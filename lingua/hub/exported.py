@@ -54,8 +54,8 @@ class Exported:
             x_MD = self.encoder(tokens_S[None])[0, hidden_M]
         else:
             visible_T = (tokens_S != tokenizer.mask_id).nonzero().flatten()
-            visible_TD = self.encoder(tokens_S[None, visible_T], visible_T[None])
-            x_MD = self.predictor(visible_TD, visible_T[None], hidden_M[None])[0]
+            visible = self.predictor.read(self.encoder, tokens_S[None, visible_T], visible_T[None])
+            x_MD = self.predictor(visible, visible_T[None], hidden_M[None])[0]
         logits_MV = x_MD @ self.encoder.embedding.weight.T
         logits_MV[:, list(tokenizer.special_ids)] = -torch.inf  # never predicted in training
         best = logits_MV.softmax(dim=1).topk(min(top, tokenizer.vocab_size - len(tokenizer.special_ids)))

@@ -44,6 +44,7 @@ def test_parallel_modes_agree_with_the_plain_model_on_two_ranks(tmp_path: Path) 
         {"app": "bert", "dp_shard": 2, "dtype": "bf16"},
         {"app": "clm", "dp_shard": 2, "activation_checkpointing": "block"},
         {"app": "electra", "dp_shard": 2},
+        {"app": "crossbert_switches", "dp_shard": 2, "activation_checkpointing": "block"},
         {"app": "electra_disentangled", "dp_shard": 2, "activation_checkpointing": "selective"},
     ]
     said = check_grid(2, modes, tmp_path)["said"]
@@ -69,7 +70,9 @@ def test_compiled_parallel_modes_agree_with_the_plain_model(tmp_path: Path) -> N
         for dp_shard in (1, 2)
         for checkpointing in ("none", "selective", "block")
     ]
-    modes += [{"app": app, "dp_shard": 2, "compile": True} for app in ("clm", "electra", "electra_disentangled")]
+    modes += [
+        {"app": app, "dp_shard": 2, "compile": True} for app in ("clm", "electra_disentangled", "crossbert_switches")
+    ]
     check_grid(2, [*modes, {"app": "bert", "dp_shard": 2, "compile": True, "dtype": "bf16"}], tmp_path)
 
 
