@@ -6,6 +6,7 @@ The apps' ``eval.py`` are entries to this, each with its own model class.
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from lingua.glue import GLUE, GlueArgs, load_glue
 from lingua.hf_encoder import load_hf_encoder, parameter_counts
 from lingua.probe import ProbeArgs
 from lingua.probe_task import glue_average, probe_task
-from lingua.results import UNTRAINED, writable_folder, write_results
+from lingua.results import RESULTS, UNTRAINED, writable_folder, write_results
 from lingua.storage import as_path, is_local
 from lingua.tasks import Task, TaskArgs, load_task
 
@@ -93,6 +94,11 @@ def _named_tasks(tasks: Any) -> list[str] | dict[str, TaskArgs]:
     if not tasks:
         raise UserError("no tasks: give tasks=glue, or at least tasks.NAME.train=FILE and tasks.NAME.test=FILE")
     if isinstance(tasks, dict):
+        for name in tasks:
+            if set(str(name)) & set("|$\n"):
+                raise UserError(
+                    f"tasks.{name}: its name goes into tables and pictures: use none of | $ and line breaks"
+                )
         sections = {name: to_dict(task) if isinstance(task, TaskArgs) else task for name, task in tasks.items()}
         return build(_OwnTasks, ("the config", {"tasks": sections})).tasks
     names = tasks if isinstance(tasks, list) else [tasks]
@@ -198,6 +204,10 @@ class Evaluation:
         """Evaluate an encoder of Hugging Face."""
         name = model.removeprefix(HF)
         out = writable_folder(self.out(Path(name).name))
+        if self.args.out is None and (out / RESULTS).is_file():
+            of = json.loads((out / RESULTS).read_text())["checkpoint"]
+            if of != name:
+                raise UserError(f"{out} holds the results of {of}: give out=FOLDER for those of {name}")
         self.tasks()
         args = self.args
         encoder = load_hf_encoder(name, args.max_length, self.device, self.dtype, args.trust_remote_code)

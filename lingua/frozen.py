@@ -240,10 +240,11 @@ class FrozenEncoder(abc.ABC):
 
 
 def check_texts(texts: Sequence[str]) -> None:
-    """Raise UserError at the first that is no string."""
+    """Raise UserError at the first that is no string, or one that cannot be UTF-8."""
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise UserError(f"text {index} is {text!r}: expected a string")
+        _check_unicode(text, f"text {index}")
 
 
 def check_words(sentences: Sequence[Sequence[str]]) -> None:
@@ -258,6 +259,12 @@ def check_words(sentences: Sequence[Sequence[str]]) -> None:
                 raise UserError(f"word {place} of sentence {index} is {word!r}: expected a string")
             if not word.strip():
                 raise UserError(f"word {place} of sentence {index} ({word!r}) has no token: remove it")
+            _check_unicode(word, f"word {place} of sentence {index}")
+
+
+def _check_unicode(text: str, what: str) -> None:
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UserError(f"{what} ({text[:80]!r}) has half of a surrogate pair, which is no character: remove it")
 
 
 def usable_device(device: str | None) -> str:

@@ -47,8 +47,12 @@ class ProbeArgs:
 
     def __post_init__(self) -> None:
         known = bool(self.distances) and set(self.distances) <= {"l2", "cosine"}
+        kinds = bool(self.kinds) and set(self.kinds) <= set(PROBES)
         checks = {
-            "kinds": (bool(self.kinds) and set(self.kinds) <= set(PROBES), f"some of {', '.join(PROBES)}"),
+            "kinds": (
+                kinds and len(set(self.kinds)) == len(self.kinds),
+                f"some of {', '.join(PROBES)}, each once",
+            ),
             "lambda_min": (self.lambda_min > 0, "a penalty above 0"),
             "lambda_max": (
                 self.lambda_min <= self.lambda_max < np.inf,

@@ -10,6 +10,7 @@ import numpy as np
 
 from lingua.attentive import TokenStates
 from lingua.distributed import World
+from lingua.errors import UserError
 from lingua.feature_files import FeatureFiles
 from lingua.frozen import FrozenEncoder, Sequences
 from lingua.probe import SCORES, ProbeArgs, majority, probe
@@ -84,9 +85,12 @@ def probe_task(
 
 
 def _sequences(split: Split, encoder: FrozenEncoder) -> Sequences:
-    if split.sentences:
-        return encoder.word_sequences(split.sentences)
-    return encoder.text_sequences(split.texts, split.pairs)
+    try:
+        if split.sentences:
+            return encoder.word_sequences(split.sentences)
+        return encoder.text_sequences(split.texts, split.pairs)
+    except UserError as error:
+        raise UserError(f"{', '.join(split.files)}, of the rows used: {error}") from None
 
 
 def _targets(split: Split, sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:

@@ -174,7 +174,7 @@ def _text_row(row: dict[str, Any], args: TaskArgs, where: str) -> tuple[tuple[st
         return tuple(texts), _class(label, args.label, where), 1
     try:
         number = math.nan if isinstance(label, bool) else float(label)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise UserError(f"{where}: column {args.label!r} holds {label!r}: expected a finite number")

@@ -99,18 +99,22 @@ def _is_last(run: Path, step: str) -> bool:
 
 
 def write_curve(evaluated: list[dict[str, Any]], folder: Path) -> None:
-    """``curve.md`` and ``curve.png``: scores of the last layer against tokens (or steps), and their mean over tasks."""
+    """``curve.md`` and ``curve.png``: scores of the last layer against tokens (or steps), and their mean over tasks
+    (GLUE's over its eight)."""
     last = evaluated[-1]
     layer, tasks = last["layers"][-1], list(last["tasks"])
     unit = "step" if any(results["tokens"] is None for results in evaluated) else "tokens"
     x = [float(results["step" if unit == "step" else "tokens"]) for results in evaluated]
-    text, panels = [f"Layer {layer}, scores x 100, primary metrics.\n"], {name: [] for name in ("mean", *tasks)}
+    mean = "mean of 8" if last["glue_average"] else "mean"
+    text, panels = [f"Layer {layer}, scores x 100, primary metrics.\n"], {name: [] for name in (mean, *tasks)}
     for place, kind in enumerate(kinds_of(last)):
         for score in shown_scores(last):
             if (kind, score) == ("attentive", "full"):
                 continue
             by_task = {name: [score_of(r, name, layer, kind, score) for r in evaluated] for name in tasks}
-            by_task["mean"] = [sum(values) / len(tasks) for values in zip(*by_task.values(), strict=True)]
+            by_task[mean] = [sum(values) / len(tasks) for values in zip(*by_task.values(), strict=True)]
+            if last["glue_average"]:  # which leaves mismatched MNLI out
+                by_task[mean] = [100 * r["glue_average"][str(layer)][kind][score] for r in evaluated]
             for name, values in by_task.items():
                 style = {"color": COLORS[place], "linestyle": LINES[score], "marker": "o"}
                 panels[name].append((f"{kind}, {score}", x, values, style))

@@ -46,6 +46,8 @@ def import_model(args: ImportArgs) -> None:
     with whole_or_not(to) as partial:
         _write_run(partial, to, found)
     kind = "BERT" if found.predictor is None else "CrossBERT"
+    if found.about.get("objective") == "rtd":
+        kind = "discriminator"
     print(f"{to}: a {kind} of {found.encoder.args.n_layers} layers; train on from it with init.path={to}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +214,7 @@ def test_the_command_prints_the_table(files: dict[str, Path], capsys: pytest.Cap
         ({"pooling": "cls"}, "pooling=cls"),
         ({"batch_tokens": 0}, "batch_tokens=0: expected at least 1"),
         ({"device": "tpu"}, "device=tpu cannot be used"),
+        ({"tasks": {"a|b": {"train": "x.csv", "test": "y.csv"}}}, r"tasks.a\|b: its name goes into tables"),
         ({"probe": {"kinds": ["svm"]}}, "probe.kinds"),
     ],
 )
@@ -309,6 +311,9 @@ def test_a_hugging_face_model_through_the_same_command(
     assert results["tasks"]["a"]["layers"]["3"] == probe(x, y, x, y, build(EvalArgs, ("", {
         "model": "x", "tasks": "rte"})).probe, "accuracy")  # fmt: skip
     assert "from Hugging Face. Scores x 100." in capsys.readouterr().out
+    namesake = shutil.copytree(folder, tmp_path / "others" / "tiny-bert")
+    with pytest.raises(UserError, match=rf"eval/tiny-bert holds the results of {folder}: give out=FOLDER"):
+        crossbert_eval.run(eval_args(files, None, model=f"hf:{namesake}"))
 
 
 def test_the_attentive_probe_beside_the_others(files: dict[str, Path], tmp_path: Path) -> None:
@@ -379,3 +384,11 @@ def test_an_electra_is_named_and_counted_with_its_generator(
     assert found[0]["model"] == "Electra"
     assert found[0]["parameters"]["full"] == 50265 * 32 + 3 * block
     assert found[0]["parameters"]["encoder"] == 50265 * 32 + 2 * block
+
+
+def test_a_row_that_cannot_be_read_is_told_with_its_file(files: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "label": text}) + "\n" for text in ("dog", "\u200b")))
+    tasks = {"a": {"train": str(path), "test": str(path)}}
+    with pytest.raises(UserError, match=r"empty.jsonl, of the rows used: text 1 .* has no token"):
+        evaluate(eval_args(files, files["bert"], tasks=tasks), Bert, BertArgs)

@@ -194,6 +194,10 @@ def test_what_has_no_token_is_refused(enc: TextEncoder) -> None:
     for encoder in (enc, roberta()):
         with pytest.raises(UserError, match=r"word 2 of sentence 0 \(' '\) has no token"):
             encoder.encode_words([["a", "dog", " "]])
+    with pytest.raises(UserError, match=r"text 1 \('\\ud83d dog'\) has half of a surrogate pair"):
+        enc.encode(["dog", "\ud83d dog"])
+    with pytest.raises(UserError, match=r"word 1 of sentence 0 .* has half of a surrogate pair"):
+        enc.encode_words([["dog", "\udc00"]])
     with pytest.raises(UserError, match="found one string"):
         enc.encode("some text")
     assert enc.encode([]).shape == (0, 32)

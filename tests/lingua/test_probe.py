@@ -223,6 +223,7 @@ def test_half_precision_features_are_taken() -> None:
     [
         ({"kinds": ["rigde"]}, r"probe.kinds=\['rigde'\]: expected some of ridge, knn, attentive"),
         ({"kinds": []}, "probe.kinds"),
+        ({"kinds": ["knn", "knn"]}, "probe.kinds=.* each once"),
         ({"lambda_min": 0.0}, "probe.lambda_min=0.0: expected a penalty above 0"),
         ({"lambda_max": 0.5}, "probe.lambda_max=0.5"),
         ({"lambda_max": np.inf}, "probe.lambda_max=inf: expected a finite penalty"),

@@ -113,6 +113,7 @@ def test_a_subset_is_seeded_nested_and_within_its_limit(files: dict[str, str], t
         ({"text": "a", "label": "x"}, {"kind": "regression"}, "line 2: column 'label' holds 'x': expected a finite"),
         ({"text": "a", "label": float("nan")}, {"kind": "regression"}, "holds nan: expected a finite number"),
         ({"text": "a", "label": True}, {"kind": "regression"}, "holds True: expected a finite number"),
+        ({"text": "a", "label": 10**400}, {"kind": "regression"}, "0: expected a finite number"),
         ({"text": "a", "label": 1}, {"text_b": "b"}, "line 2: no column 'b'"),
         ([1, 2], {}, r"line 2: expected a JSON object, found '\[1, 2\]'"),
     ],

@@ -171,3 +171,21 @@ def test_the_curve_counts_tokens_where_they_are_known(run: Path) -> None:
         rewrite(path, yaml.safe_dump(yaml.safe_load(path.read_text()) | {"batch_tokens": 1000}))
     assert evaluate(args_of(run), Bert, BertArgs)["tokens"] == 3000
     assert "| at step | tokens |" in (run / "eval/curve.md").read_text().replace("  ", " ")
+
+
+def test_the_curve_of_glue_has_the_mean_of_its_eight(tmp_path: Path) -> None:
+    def results(step: int, average: float | None) -> dict[str, Any]:
+        scores = {name: {"accuracy": value} for name, value in (("paper", 0.5), ("honest", 0.25), ("full", None))}
+        task = {"metric": "accuracy", "train": {"rows": 9}, "layers": {"2": {"knn": scores}}}
+        means = average and {"2": {"knn": {"paper": average, "honest": average / 2, "full": None}}}
+        config = {"probe": {"kinds": ["knn"], "max_samples": 10, "full": True}}
+        tasks = {"mnli": task, "mnli_mm": task}
+        return {"step": step, "tokens": None, "layers": [2], "tasks": tasks, "config": config, "glue_average": means}
+
+    watch_module.write_curve([results(3, 0.625), results(6, 0.75)], tmp_path)
+    paper, honest = (tmp_path / "curve.md").read_text().split("`honest`")
+    assert "| at step | step | mean of 8 | mnli | mnli_mm |" in paper.replace("  ", " ")
+    assert "|      62.5 | 50.0 |    50.0 |" in paper
+    assert "|      37.5 | 25.0 |    25.0 |" in honest
+    watch_module.write_curve([results(3, None)], tmp_path)
+    assert "| mean | mnli |" in (tmp_path / "curve.md").read_text()
