@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -38,7 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from lingua.args import cli, read_yaml
 from lingua.errors import UserError
-from lingua.storage import COMPLETE, Reader, as_path, remove_folder
+from lingua.storage import COMPLETE, Reader, as_path, reaching, remove_folder
 from lingua.transformer import Encoder, TransformerArgs
 
 log = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ def list_checkpoints(root: Path) -> list[Path]:
     """Everything that is named like a checkpoint, oldest first."""
     if not root.is_dir():
         return []
-    return sorted((p for p in root.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+    return sorted((p for p in root.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
 
 
 def find_damage(folder: Path, checksums: bool = False) -> str | None:
@@ -176,7 +178,13 @@ def _load_tensors(folder: Path, wanted: dict[str, Any], group: dist.ProcessGroup
             raise UserError(
                 f"checkpoint {folder}: {key} has shape {tuple(stored[key].size)}, the model's is {tuple(tensor.shape)}"
             )
-    dcp.load(wanted, storage_reader=Reader(folder), process_group=group, no_dist=group is None)
+    try:
+        dcp.load(wanted, storage_reader=Reader(folder), process_group=group, no_dist=group is None)
+    except CheckpointException as error:  # by rank
+        failures = sorted({f"{type(failure).__name__}: {failure}" for failure, _ in error.failures.values()})
+        raise UserError(
+            f"checkpoint {folder} cannot be read: {'; '.join(failures)}. Remove it, and the one before is used"
+        ) from error
 
 
 def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
@@ -187,13 +195,15 @@ def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return [(prefix, tree)]
 
 
-def remove_old(root: Path, keep: int, keep_every: int = 0) -> None:
+def remove_old(root: Path, keep: int, keep_every: int = 0, step: float = math.inf) -> None:
     """Delete all but the newest ``keep`` complete checkpoints (-1: none is deleted).
 
-    Those at multiples of ``keep_every`` steps stay, and those that somebody reads (:func:`in_use`).
+    Those at multiples of ``keep_every`` steps stay, and those that somebody reads (:func:`in_use`). Those after
+    ``step``, where the run stands, do not count: it did not resume from them, so their bytes have changed.
     """
     if keep > 0:
-        for folder in complete_checkpoints(root)[:-keep]:
+        until_now = [folder for folder in list_checkpoints(root) if int(folder.name) <= step]
+        for folder in [folder for folder in until_now if find_damage(folder) is None][:-keep]:
             if not (keep_every and int(folder.name) % keep_every == 0) and not _is_in_use(folder):
                 remove_folder(folder)
 
@@ -241,6 +251,11 @@ def resolve(path: str | Path) -> Path:
         UserError: no such folder, or nothing complete in it.
     """
     path = as_path(path)
+    with reaching(path):
+        return _resolve(path)
+
+
+def _resolve(path: Path) -> Path:
     if not path.is_dir():
         raise UserError(f"{path}: no such run or checkpoint folder")
     if (path / "state.json").is_file() or (path / COMPLETE).is_file():
@@ -303,6 +318,11 @@ class CheckArgs:
 def check(args: CheckArgs) -> None:
     """Print a line a checkpoint. Raises UserError if one of them is damaged."""
     path = as_path(args.path)
+    with reaching(path):
+        _check(path)
+
+
+def _check(path: Path) -> None:
     folders = [path] if path.name.isdigit() else list_checkpoints(path) or list_checkpoints(checkpoints_folder(path))
     if not folders:
         raise UserError(f"{path}: holds no checkpoint")

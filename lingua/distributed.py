@@ -45,8 +45,8 @@ class DistributedArgs:
                 f"distributed.activation_checkpointing={self.activation_checkpointing}: "
                 "expected none, selective or block"
             )
-        if not self.timeout > 0:
-            raise UserError(f"distributed.timeout={self.timeout}: expected a number of seconds above 0")
+        if not 0 < self.timeout <= 1e6:
+            raise UserError(f"distributed.timeout={self.timeout}: expected seconds, above 0 and at most 1e6")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def find_ranks() -> tuple[int, int, int, dict[str, str]]:
         (RANK, ...), from ``srun`` (SLURM_PROCID, ... with the step's first node as the meeting point), or alone.
 
     Raises:
-        UserError: the variables are incomplete.
+        UserError: the variables are incomplete or make no sense.
     """
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -114,7 +114,10 @@ def find_ranks() -> tuple[int, int, int, dict[str, str]]:
                 f"the environment has {'RANK' if 'RANK' in env else 'WORLD_SIZE'} but not {', '.join(missing)}: start "
                 "with torchrun, which sets them all, or unset it to run alone"
             )
-        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", env["RANK"])), {}
+        rank, size = _number("RANK"), _number("WORLD_SIZE")
+        if rank >= size:
+            raise UserError(f"the environment has RANK={rank} and WORLD_SIZE={size}: expected 0 to {size - 1}")
+        return rank, size, _number("LOCAL_RANK" if "LOCAL_RANK" in env else "RANK"), {}
     # SLURM_NTASKS also stands in a batch script, where one process runs; SLURM_STEP_NUM_TASKS only below srun.
     size = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     if size > 1 and "SLURM_PROCID" in env:
@@ -131,17 +134,28 @@ def find_ranks() -> tuple[int, int, int, dict[str, str]]:
     return 0, 1, 0, {}
 
 
+def _number(name: str) -> int:
+    value = os.environ[name]
+    if not value.isdecimal():
+        raise UserError(f"the environment has {name}={value!r}: expected a whole number; torchrun sets it")
+    return int(value)
+
+
 def first_host(nodes: str) -> str:
     """The first host of a SLURM node list such as ``gpu[07-09,12],login1``."""
     head = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head.group() if head else nodes)
 
 
-def start(timeout: float) -> World:
+def start(timeout: float, patience: float | None = None) -> World:
     """Meet the other ranks of the run, if there are others, and take this rank's device.
 
     Args:
         timeout: seconds after which a collective that does not come to its end fails.
+        patience: seconds to wait for the other ranks to come; ``timeout`` if not given.
+
+    Raises:
+        UserError: they did not come, or the environment makes no sense.
     """
     rank, size, local_rank, meeting = find_ranks()
     device = pick_device(local_rank)
@@ -150,8 +164,11 @@ def start(timeout: float) -> World:
     if not dist.is_initialized():
         os.environ.update(meeting)
         try:
+            patience = timedelta(seconds=timeout if patience is None else patience)
+            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=patience))
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout)
+                backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
             )
         except (dist.DistError, ValueError, RuntimeError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -34,7 +34,7 @@ from lingua.secrets import check_no_secrets
 from lingua.source import TokenSource
 from lingua.stats import Stats
 from lingua.stool.evaluation import launch_evaluation
-from lingua.storage import as_path
+from lingua.storage import as_path, check_shared
 from lingua.tokenizer import build_tokenizer, save_copy
 from lingua.validate import validate
 from lingua.watchdog import Watchdog
@@ -69,17 +69,14 @@ class Run:
             )
         args.model.vocab_size = self.tokenizer.vocab_size
         # Collectives may take longer than the watchdog waits: it knows better whom to name.
-        self.world = start(2 * args.distributed.timeout + 30)
-        self.dtype = pick_dtype(args.dtype, self.world.device)
-        model, device = args.model, self.world.device
-        isolated = args.data.isolate_documents
-        check_attention(model.attention, isolated, model.head_sizes(), device, self.dtype, args.compile)
+        self.world = start(2 * args.distributed.timeout + 30, args.distributed.timeout)
         self._watchdog = Watchdog(self.world, args.distributed.timeout)
         self._interrupt = Interrupt(self.world)
         self._closing = ExitStack()
 
     def __enter__(self) -> Run:
         try:
+            self._pick_precision()
             self._open_folder()
             self._open_data()
             self.world.check_same(
@@ -104,10 +101,20 @@ class Run:
             if self.world.size > 1:  # the console hears of the cause only, from the watchdog
                 log_file_only("".join(traceback.format_exception(error)))
             self._watchdog.fail(error)
-        self._closing.close()
-        if error is None or stopped:
-            self._watchdog.stop()
+        self._watchdog.tick("the end")
+        try:
+            self._closing.close()
             self.world.gather(None)  # nobody leaves while another still writes
+        except BaseException as failure:
+            self._watchdog.fail(failure)
+            raise
+        self._watchdog.stop()
+
+    def _pick_precision(self) -> None:
+        args, device = self.args, self.world.device
+        self.dtype = pick_dtype(args.dtype, device)
+        isolated = args.data.isolate_documents
+        check_attention(args.model.attention, isolated, args.model.head_sizes(), device, self.dtype, args.compile)
 
     def _open_folder(self) -> None:
         """Take the run folder for this run, and start its logs."""
@@ -120,6 +127,7 @@ class Run:
             raise UserError(f"dump_dir={self.folder}: cannot be written: {error.strerror}") from None
         path = self.args.checkpoint.path
         self._root = self.folder / "checkpoints" if path is None else as_path(path)
+        check_shared(self._root, self.world)
 
     def _open_data(self) -> None:
         """Find where the run stands, check that it is the same run, and open its data there."""

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from lingua.checkpoint import STATE_VERSION, remove_old
 from lingua.errors import UserError
-from lingua.storage import Writer, remove_folder
+from lingua.storage import Writer, remove_folder, storage_failure
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +118,14 @@ class Checkpointer:
         self._pending = None
         if error is None:
             return
-        cause = _write_failure(error)
+        cause = _write_failure(folder, error)
         if cause is None:
             raise error
         if self._group is None or dist.get_rank() == 0:
             with contextlib.suppress(Exception):  # the disk is ill
                 remove_folder(folder)
         raise UserError(
-            f"cannot write checkpoint {folder}: {cause}. Free space or give another dump_dir; "
+            f"cannot write checkpoint {folder}: {cause}. Make room there, or give another dump_dir or checkpoint.path; "
             "earlier checkpoints are intact and the same command goes on from the newest"
         ) from error
 
@@ -146,7 +146,7 @@ class Checkpointer:
 
     def _completed(self, folder: Path) -> None:
         try:
-            remove_old(self.root, self.args.dump.keep, self.args.dump.keep_every)
+            remove_old(self.root, self.args.dump.keep, self.args.dump.keep_every, int(folder.name))
         except Exception as error:  # the new checkpoint is whole all the same
             log.warning("old checkpoints in %s could not be removed: %s", self.root, error)
         self._on_complete(folder)
@@ -176,10 +176,9 @@ def save(
     writer.save(int(folder.name), model, optimizer, state, config_yaml)
 
 
-def _write_failure(error: BaseException) -> str | None:
+def _write_failure(folder: Path, error: BaseException) -> str | None:
     """What the disk had against it, if that is what ``error`` is about; DCP wraps the errors of each rank."""
     if isinstance(error, CheckpointException):
-        return next(filter(None, (_write_failure(failure) for failure, _ in error.failures.values())), None)
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return None
+        causes = (_write_failure(folder, failure) for failure, _ in error.failures.values())
+        return next(filter(None, causes), None)
+    return storage_failure(folder, error)

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from lingua.distributed import World
 from lingua.errors import UserError
 
 COMPLETE = "COMPLETE"
@@ -33,11 +35,58 @@ def as_path(location: str | Path) -> Path:
         return UPath(location, use_listings_cache=False)  # other processes write there too
     except ImportError as error:
         raise UserError(f"{location}: needs {error.name}: pip install -r requirements-data.txt") from None
+    except ValueError as error:
+        raise UserError(f"{location}: {error}") from None
 
 
 def is_local(path: Path) -> bool:
     """Whether it is a path on a disk, where files can be synced and renamed at once."""
     return isinstance(path, Path)
+
+
+@contextmanager
+def reaching(path: Path) -> Iterator[None]:
+    """Raise UserError where a disk or an object store fails."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        cause = storage_failure(path, error)
+        if cause is None:
+            raise
+        raise UserError(f"{path}: cannot be reached: {cause}") from None
+
+
+def storage_failure(path: Path, error: BaseException) -> str | None:
+    """What a disk or an object store has against ``path``, if that is what ``error`` is about."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if not is_local(path) and type(error).__module__ != "builtins":  # what lies below fsspec raises types of its own
+        return str(error) or type(error).__name__
+    return None
+
+
+def check_shared(folder: Path, world: World) -> None:
+    """Make a folder for what all ranks write.
+
+    Raises:
+        UserError: it cannot be written to, or the ranks do not see the same folder under its name.
+    """
+    probe = folder / world.from_first(f"probe.{uuid.uuid4().hex}")
+    with reaching(folder):
+        if world.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.write_text("")
+        world.gather(None)
+        blind = [rank for rank, sees in enumerate(world.gather(probe.exists())) if not sees]
+        if world.is_first:
+            probe.unlink()
+    if blind:
+        raise UserError(
+            f"{folder}: rank {blind[0]} does not see what rank 0 writes there; give a dump_dir, or a checkpoint.path, "
+            "that all ranks share"
+        )
 
 
 def remove_folder(folder: Path) -> None:

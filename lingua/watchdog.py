@@ -22,6 +22,7 @@ from lingua.distributed import World
 from lingua.errors import UserError
 
 FAILED = "failed"
+LIBRARIES = (os.path.dirname(os.__file__), "site-packages", "dist-packages", "<frozen")
 # What other ranks see first of one that is gone; the cause is elsewhere.
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "NCCL")
 
@@ -64,13 +65,16 @@ class Watchdog:
     def fail(self, error: BaseException) -> None:
         """End this process because of ``error``, and with it all others. Alone, do nothing.
 
-        Exit status: 2 for a user's mistake, else 1. The first rank to fail prints its cause in full; the others
-        say whom they follow.
+        Exit status: 2 for a user's mistake, 130 for a second Ctrl-C, else 1. The first rank to fail prints its cause in
+        full; the others say whom they follow.
         """
         if self.world.size == 1:
             return
         is_mistake = isinstance(error, UserError)
+        status = 2 if is_mistake else 1
         text = f"error: {error}" if is_mistake else "".join(traceback.format_exception(error)).strip()
+        if isinstance(error, KeyboardInterrupt):
+            status, text = 130, "interrupted, without saving"
         verdict = None
         if any(word in str(error) for word in CONSEQUENCES):
             verdict = self._wait_for_verdict(self.silence + 4 * self.interval)
@@ -83,7 +87,7 @@ class Watchdog:
             verdict = None if verdict == own else verdict
         if verdict is not None and verdict.endswith(text):
             verdict, text = None, text if self.world.is_first else ""
-        self._end(text if verdict is None else f"stopping, because of {verdict}", 2 if is_mistake else 1)
+        self._end(text, status) if verdict is None else self._follow(verdict)
 
     def _wait_for_verdict(self, seconds: float) -> str | None:
         deadline = time.monotonic() + seconds
@@ -100,6 +104,10 @@ class Watchdog:
                 return request()
         except (dist.DistError, RuntimeError):
             return None
+
+    def _follow(self, verdict: str) -> None:
+        """End this rank because of another; a launcher that asks any of them hears of a user's mistake."""
+        self._end(f"stopping, because of {verdict}", 2 if "): error: " in verdict.partition("\n")[0] else 1)
 
     def _end(self, text: str, status: int) -> None:
         self._ending.acquire()  # whichever thread comes first speaks
@@ -138,7 +146,7 @@ class Watchdog:
                     return
                 failed = "rank 0: its process is gone (killed? out of memory?)"
             if failed is not None and not self._stopped.is_set():
-                self._end(f"stopping, because of {failed}", 1)
+                self._follow(failed)
 
     def _judge(self, seen: dict[int, tuple[str, float]], moved: dict[int, tuple[str, float]]) -> str | None:
         """On rank 0: what is wrong with whom, if anything is; every rank reads it."""
@@ -188,7 +196,7 @@ class Watchdog:
         """What the main thread is doing."""
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
         waits = any(os.path.join("torch", "distributed") in frame.filename for frame in stack)
-        own = [frame for frame in stack if "site-packages" not in frame.filename] or stack
+        own = [frame for frame in stack if not any(part in frame.filename for part in LIBRARIES)] or stack
         last = own[-1]
         return (
             f"{'waits for others' if waits else 'stands'} in {last.name}, {last.filename}:{last.lineno} ({self._place})"

@@ -1,6 +1,7 @@
 """One rank of a training run in which something happens on purpose: ``python -m tests.faulty APP FAULT key=value ...``.
 
-FAULT is ``KIND:RANK:STEP``: what happens on that rank in that step, in the middle of its accumulation.
+FAULT is ``KIND:RANK:STEP``: what happens on that rank in that step, in the middle of its accumulation; with ``late``,
+the seconds it takes to close its logs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 
 import lingua.data
+import lingua.logger
 import lingua.run
 from lingua.args import cli
 
@@ -32,9 +35,10 @@ def happen(kind: str) -> None:
     if kind == "exit":
         os._exit(0)
     if kind == "hang":
-        time.sleep(1000)
-    if kind.startswith("SIG"):
-        os.kill(os.getpid(), getattr(signal, kind))
+        threading.Event().wait(1000)  # in Python's own code, which tells nobody anything
+    for name in kind.split("+"):
+        if name.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, name))
 
 
 def install(app: Any, kind: str, rank: int, at: int) -> None:
@@ -60,6 +64,17 @@ def install(app: Any, kind: str, rank: int, at: int) -> None:
         return output._replace(loss=output.loss * float("nan")) if now["step"] == at else output
 
     lingua.run.Run.steps, app.sync_gradients = steps, sync_gradients
+
+
+def end_late(rank: int, seconds: int) -> None:
+    """Make the end of the run long on one rank, as an upload of figures would."""
+    real = lingua.logger.Logger.close
+
+    def close(self: Any) -> None:
+        time.sleep(seconds if rank == RANK else 0)
+        real(self)
+
+    lingua.logger.Logger.close = close
 
 
 def record_rows(path: Path) -> None:
@@ -126,6 +141,8 @@ if __name__ == "__main__":
         record_views(module, folder / f"views_{RANK}.jsonl")
     elif kind == "ulp":
         perturb()
+    elif kind == "late":
+        end_late(int(rank), int(at))
     else:
         install(module, kind, int(rank), int(at))
     args_class = next(c for key, c in vars(module).items() if key.endswith("TrainArgs"))

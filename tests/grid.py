@@ -30,6 +30,7 @@ from lingua.distributed import (
 from lingua.loss import add_up
 from lingua.masking import complementary_views, split_positions
 from lingua.optim import OptimArgs, Optimizer
+from lingua.storage import check_shared
 from lingua.transformer import PredictorArgs
 
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 200, "init_std": 0.1}
@@ -109,8 +110,13 @@ if __name__ == "__main__":
         said = ""
     except ValueError as error:
         said = str(error)
+    try:
+        check_shared(out.parent / f"disk_of_{world.rank}", world)
+        unshared = ""
+    except ValueError as error:
+        unshared = str(error)
     if world.is_first:
-        out.write_text(json.dumps({"results": results, "said": said}))
+        out.write_text(json.dumps({"results": results, "said": said, "unshared": unshared}))
     dist.barrier()
     sys.stdout.flush()
     import os

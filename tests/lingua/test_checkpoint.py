@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lingua import checkpoint, storage
+from lingua.distributed import World
 from lingua.errors import UserError
-from lingua.saving import CheckpointArgs, Checkpointer, save
+from lingua.saving import CheckpointArgs, Checkpointer, DumpArgs, save
 
 CONFIG = "model: {dim: 32}\n"
 
@@ -283,15 +285,87 @@ def test_the_command_reads_every_byte(tmp_path: Path, capsys) -> None:
     assert checkpoint.newest(tmp_path / "checkpoints").name == "0000000001"
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_are_kept(tmp_path: Path, caplog) -> None:
     net, optimizer = net_and_optimizer()
+    root = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         write(tmp_path, step, net, optimizer)
     (write(tmp_path, 4, net, optimizer) / checkpoint.COMPLETE).unlink()  # does not count
-    checkpoint.remove_old(tmp_path / "checkpoints", 2)
-    assert [folder.name[-1] for folder in checkpoint.complete_checkpoints(tmp_path / "checkpoints")] == ["2", "3"]
-    checkpoint.remove_old(tmp_path / "checkpoints", -1)
-    assert len(checkpoint.complete_checkpoints(tmp_path / "checkpoints")) == 2
+    checkpoint.remove_old(root, 2)
+    assert "is not used" not in caplog.text  # once, at the start, is enough
+    assert [folder.name[-1] for folder in checkpoint.complete_checkpoints(root)] == ["2", "3"]
+    checkpoint.remove_old(root, -1)
+    assert len(checkpoint.complete_checkpoints(root)) == 2
+
+
+def test_a_later_one_of_flipped_bytes_does_not_push_out_what_is_whole(tmp_path: Path) -> None:
+    """Its size is right, so only the start of a run, which reads every byte, knows."""
+    net, optimizer = net_and_optimizer()
+    whole, damaged = write(tmp_path, 5, net, optimizer), write(tmp_path, 10, net, optimizer)
+    data = next(damaged.glob("*.distcp"))
+    data.write_bytes(bytes(data.stat().st_size))
+    assert checkpoint.newest(tmp_path / "checkpoints") == whole
+    writer = Checkpointer(tmp_path / "checkpoints", CheckpointArgs(DumpArgs(keep=1)))
+    writer.save(7, net, optimizer, {"step": 7}, CONFIG)
+    writer.wait()
+    assert not whole.exists()
+    assert checkpoint.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints/0000000007"
+    writer.save(12, net, optimizer, {"step": 12}, CONFIG)  # the damaged one goes like any other
+    writer.wait()
+    writer.close()
+    assert [folder.name for folder in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == ["0000000012"]
+
+
+def test_what_lies_beside_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1, *net_and_optimizer())
+    root = folder.parent
+    (root / "²").mkdir()  # a digit of no number
+    (root / "0000000003").write_text("a file")
+    (root / "0000000004").symlink_to("/nowhere")
+    (root / "0000000005").mkdir()
+    assert checkpoint.complete_checkpoints(root) == [folder]
+    checkpoint.remove_old(root, 1)
+    assert len(list(root.iterdir())) == 5
+
+
+def test_a_file_that_is_gone_though_no_list_names_it(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1, *net_and_optimizer())
+    listing = json.loads((folder / checkpoint.COMPLETE).read_text())
+    del listing["__0_0.distcp"]
+    (folder / checkpoint.COMPLETE).write_text(json.dumps(listing))
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(UserError, match=r"0000000001 cannot be read: FileNotFoundError: .*__0_0\.distcp"):
+        checkpoint.load(folder, *net_and_optimizer())
+
+
+def test_storage_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(UserError, match=r"zz://bucket/run: .*zz"):
+        storage.as_path("zz://bucket/run")
+    alone = World(torch.device("cpu"))
+    with pytest.raises(UserError, match="/proc/nothing: cannot be reached: No such file or directory"):
+        storage.check_shared(Path("/proc/nothing"), alone)
+    storage.check_shared(tmp_path / "a/b", alone)
+    assert list((tmp_path / "a/b").iterdir()) == []
+
+    class ServerError(Exception):  # of no kind that Python knows
+        pass
+
+    def fail(*args: object, **given: object) -> None:
+        raise ServerError("the server is down")
+
+    remote = storage.as_path(f"memory://{tmp_path.name}/run")
+    net, optimizer = net_and_optimizer()
+    writer = Checkpointer(remote, CheckpointArgs(asynchronous=False))
+    monkeypatch.setattr(storage.Writer, "finish", fail)
+    with pytest.raises(UserError, match=r"cannot write checkpoint memory.*0000000001: the server is down"):
+        writer.save(1, net, optimizer, {"step": 1}, CONFIG)
+    monkeypatch.setattr(type(remote), "is_dir", fail)
+    for command in (checkpoint.resolve, lambda path: checkpoint.check(checkpoint.CheckArgs(path))):
+        with pytest.raises(UserError, match=r"memory.*run: cannot be reached: the server is down"):
+            command(str(remote))
+    writer = Checkpointer(tmp_path, CheckpointArgs(asynchronous=False))
+    with pytest.raises(CheckpointException, match="the server is down"):  # on a disk it is a fault of the program
+        writer.save(1, net, optimizer, {"step": 1}, CONFIG)
 
 
 def test_the_listing_has_sizes_and_checksums(tmp_path: Path) -> None:

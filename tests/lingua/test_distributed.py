@@ -8,11 +8,20 @@ import pytest
 import torch
 
 from apps.crossbert.model import CrossBert, CrossBertArgs
-from lingua.distributed import DistributedArgs, World, find_ranks, first_host, parallelize, pick_dtype, precision
+from lingua.distributed import (
+    DistributedArgs,
+    World,
+    find_ranks,
+    first_host,
+    parallelize,
+    pick_dtype,
+    precision,
+    start,
+)  # fmt: skip
 from lingua.errors import UserError
 from lingua.masking import split_positions
 from lingua.transformer import PredictorArgs
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 BOUNDS = {"fp64": 1e-9, "bf16": 2e-2}  # bf16: gathered norm weights are rounded, and sums come in another order
 
@@ -47,9 +56,11 @@ def test_parallel_modes_agree_with_the_plain_model_on_two_ranks(tmp_path: Path) 
         {"app": "crossbert_switches", "dp_shard": 2, "activation_checkpointing": "block"},
         {"app": "electra_disentangled", "dp_shard": 2, "activation_checkpointing": "selective"},
     ]
-    said = check_grid(2, modes, tmp_path)["said"]
-    assert "the ranks disagree on the code: sha256 is 'a' on rank 0" in said
-    assert "'b' on rank 1" in said
+    found = check_grid(2, modes, tmp_path)
+    assert "the ranks disagree on the code: sha256 is 'a' on rank 0" in found["said"]
+    assert "'b' on rank 1" in found["said"]
+    assert "disk_of_0: rank 1 does not see what rank 0 writes there" in found["unshared"]
+    assert list((tmp_path / "disk_of_0").iterdir()) == []
 
 
 @pytest.mark.slow
@@ -177,6 +188,21 @@ def test_half_an_environment_is_named(clean: pytest.MonkeyPatch) -> None:
     clean.setenv("RANK", "0")
     with pytest.raises(UserError, match="has RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
         find_ranks()
+    for name, value in zip(VARIABLES, ("2", "2", "0", "127.0.0.1", str(free_port())), strict=True):
+        clean.setenv(name, value)
+    with pytest.raises(UserError, match="RANK=2 and WORLD_SIZE=2: expected 0 to 1"):
+        find_ranks()
+    for value in ("", "x", "-1"):
+        clean.setenv("RANK", value)
+        with pytest.raises(UserError, match=f"RANK={value!r}: expected a whole number"):
+            find_ranks()
+
+
+def test_ranks_that_do_not_come_are_waited_for_no_longer_than_said(clean: pytest.MonkeyPatch) -> None:
+    for name, value in zip(VARIABLES, ("0", "2", "0", "127.0.0.1", str(free_port())), strict=True):
+        clean.setenv(name, value)
+    with pytest.raises(UserError, match=r"rank 0 of 2 could not meet the others at 127\.0\.0\.1:\d+: Timed out"):
+        start(1000, patience=1)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +210,8 @@ def test_half_an_environment_is_named(clean: pytest.MonkeyPatch) -> None:
     [
         ({"dp_shard": 0}, "dp_shard=0: expected -1"),
         ({"activation_checkpointing": "all"}, "expected none, selective or block"),
-        ({"timeout": 0.0}, "timeout=0.0: expected a number of seconds above 0"),
+        ({"timeout": 0.0}, "timeout=0.0: expected seconds, above 0"),
+        ({"timeout": float("inf")}, "timeout=inf: expected seconds, .* at most"),
         ({"timeout": float("nan")}, "timeout=nan"),
     ],
 )

@@ -170,6 +170,32 @@ def test_a_rank_that_fails_takes_the_others_with_it(words: Words, tmp_path: Path
         assert ended[rank].status == 1
 
 
+@SLOW
+def test_a_rank_may_take_its_time_at_the_end(words: Words, tmp_path: Path) -> None:
+    """Longer than a rank is given to show a sign of life."""
+    changes = {"steps": 2, "distributed__timeout": 10}
+    train_ranks(2, "crossbert", words("crossbert", "run", **changes), tmp_path / "out", "late:0:7")
+
+
+@SLOW
+def test_a_second_ctrl_c_stops_at_once(words: Words, tmp_path: Path) -> None:
+    command = ["-m", "tests.faulty", "crossbert", "SIGINT+SIGINT:1:5", *words("crossbert", "run")]
+    ended = run_ranks(2, command, tmp_path / "out")
+    assert [rank.status for rank in ended] == [1, 130]
+    assert "[rank 1] interrupted, without saving" in ended[1].text
+    assert re.search(r"\[rank 0\] stopping, because of rank 1 \(.*\): interrupted, without saving", ended[0].text)
+    assert "Traceback" not in ended[0].text + ended[1].text
+    assert not list((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_a_mistake_that_one_rank_meets_is_the_exit_status_of_all(words: Words, tmp_path: Path) -> None:
+    command = ["-m", "apps.crossbert.train", *words("crossbert", "run", init__path="nowhere")]
+    ended = run_ranks(2, command, tmp_path / "out")
+    assert [rank.status for rank in ended] == [2, 2]
+    assert ended[0].text == "[rank 0] error: nowhere: no such run or checkpoint folder\n"
+    assert ended[1].text.endswith("): error: nowhere: no such run or checkpoint folder\n")
+
+
 def test_ranks_that_disagree_are_told(words: Words, tmp_path: Path) -> None:
     port, ranks = str(free_port()), []
     for rank, more in enumerate(([], ["optim.lr=0.001"])):
