@@ -71,8 +71,10 @@ def test_a_folder_without_complete_does_not_exist(tmp_path: Path) -> None:
     assert checkpoint.resolve(tmp_path) == first
     with pytest.raises(UserError, match="damaged: no COMPLETE file"):
         checkpoint.resolve(second)
+    (second / "__9_0.distcp").write_text("of a run on more ranks")
     write(tmp_path, 2, net, optimizer)  # and is written over
     assert checkpoint.resolve(tmp_path) == second
+    assert not (second / "__9_0.distcp").exists()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "flipped"])
@@ -368,11 +370,22 @@ def test_storage_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch) ->
         writer.save(1, net, optimizer, {"step": 1}, CONFIG)
 
 
-def test_the_listing_has_sizes_and_checksums(tmp_path: Path) -> None:
+def test_the_listing_has_sizes_and_checksums(tmp_path: Path, monkeypatch) -> None:
+    synced, real = [], os.fsync
+
+    def fsync(number: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{number}"))
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     folder = write(tmp_path, 1, *net_and_optimizer())
     listing = json.loads((folder / checkpoint.COMPLETE).read_text())
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert set(listing) == files - {checkpoint.COMPLETE}
+    # All of it is on the disk before it counts (.metadata and COMPLETE are renamed once they are).
+    names = [Path(path).name.removesuffix(".partial").removesuffix(".tmp") for path in synced]
+    assert set(names) == files
+    assert names[-1] == checkpoint.COMPLETE
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,8 @@ def test_a_run_goes_on_bit_by_bit_on_the_same_ranks(words: Words, tmp_path: Path
     assert "no sign of life" in ended[0].text or "Connection" in ended[0].text
     train_ranks(2, "crossbert", words("crossbert", "run", **changes), tmp_path / "again.out")
     assert "at step 7" in (tmp_path / "run/train.log").read_text()
+    listing = json.loads((tmp_path / "run/checkpoints/0000000020/COMPLETE").read_text())
+    assert {"__0_0.distcp", "__1_0.distcp"} <= listing.keys()
     whole, run = (deterministic(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("whole", "run"))
     assert run == whole
 
