@@ -197,16 +197,13 @@ def resume(folder: Path, changes: list[str], words: list[str], new_code: bool) -
         return
     # All of it is checked before anything is written, by the code that will run.
     launches = {run: _relaunch(run, changes, words, new_code) for run in runs}
-    for code in dict.fromkeys(launch["code"] for launch in launches.values()):
-        same = {run: launch for run, launch in launches.items() if launch["code"] == code}
-        told = [
-            (launch["args"], [f"config={records.home(run)}/{CONFIG}", *launch["words"]]) for run, launch in same.items()
-        ]
+    for old_code in {launch["code"] for launch in launches.values()}:
+        same = {run: launch for run, launch in launches.items() if launch["code"] == old_code}
+        told = [(one["args"], [f"config={records.home(run)}/{CONFIG}", *one["words"]]) for run, one in same.items()]
+        code = snapshot.root() if new_code else Path(old_code)
         cwd = next(iter(same.values()))["cwd"]
-        for launch, plan in zip(
-            same.values(), plans_by(snapshot.root() if new_code else Path(code), cwd, told), strict=True
-        ):
-            launch["plan"] = plan
+        for run, plan in zip(same, plans_by(code, cwd, told), strict=True):
+            launches[run]["plan"] = plan
     if new_code:
         code = snapshot.next_folder(records.home(folder))
         snapshot.take(code, launches[runs[0]]["args"]["snapshot_mb"])
@@ -214,14 +211,23 @@ def resume(folder: Path, changes: list[str], words: list[str], new_code: bool) -
     # Runs of a sweep that was extended later have code and resources of their own, and a job has one of each.
     groups: list[list[Path]] = []
     for run, launch in launches.items():
-        same = (group for group in groups if all(launches[group[0]][key] == launch[key] for key in ("code", "args")))
-        group = next(same, None)
-        groups.append([run]) if group is None else group.append(run)
+        for group in groups:
+            if all(launches[group[0]][key] == launch[key] for key in ("code", "args")):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
     for group in groups:
+        before = {run: records.read_launch(run) for run in group}
         for run in group:
             records.write_launch(run, launches[run])
         first = launches[group[0]]
-        _submit(folder, group, Path(first["code"]), build(StoolArgs, ("launch.json", first["args"])))
+        try:
+            _submit(folder, group, Path(first["code"]), build(StoolArgs, ("launch.json", first["args"])))
+        except UserError:  # refused: the next try does not begin from it
+            for run, launch in before.items():
+                records.write_launch(run, launch)
+            raise
 
 
 def _relaunch(run: Path, changes: list[str], words: list[str], new_code: bool) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def status(folders: list[Path], as_json: bool = False) -> None:
     found = states(runs)
     for folder in folders:
         if (folder / sweep.INDEX).is_file():
-            sweep.refresh(folder.absolute())
+            sweep.refresh(folder.absolute(), known=found)
     for run in runs:
         evaluation.reconcile(run)
     lines = {run: _line(run, about) for run, about in found.items()}

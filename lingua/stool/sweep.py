@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,12 @@ def runs(sweep: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _write_index(sweep: Path, lines: list[dict[str, Any]]) -> None:
-    """Write the index whole, with the state, the last figures and the end of each run by its own records."""
+def _write_index(sweep: Path, lines: list[dict[str, Any]], known: Mapping[Path, dict[str, Any]]) -> None:
+    """Write the index whole, with the state, the last figures and the end of each run."""
     text = ""
     for line in lines:
         run = sweep / line["name"]
-        found = records.summary(run)
+        found = known.get(run) or records.summary(run)
         about = {key: found.get(key) for key in ("state", "job", "restarts", "exit", "reason")}
         kept = {key: line[key] for key in ("name", "values")}
         text += json.dumps(kept | about | {"metrics": records.progress(run)}) + "\n"
@@ -129,15 +130,21 @@ def _write_index(sweep: Path, lines: list[dict[str, Any]]) -> None:
     partial.replace(sweep / INDEX)
 
 
-def refresh(sweep: Path, new: list[dict[str, Any]] | None = None) -> None:
-    """Bring the index up to date, with the lines of ``new`` runs; several jobs may do so at the same time."""
-    new = new or []
+def refresh(
+    sweep: Path, new: Iterable[dict[str, Any]] = (), known: Mapping[Path, dict[str, Any]] | None = None
+) -> None:
+    """Bring the index up to date; several jobs may do so at the same time.
+
+    Args:
+        new: lines of further runs, or of some that are launched again.
+        known: summaries of runs of which more is known than their own records say.
+    """
     names = {line["name"] for line in new}
     with (records.home(sweep) / "lock").open("w") as file:
         with contextlib.suppress(OSError):  # file systems without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         before = runs(sweep) if (sweep / INDEX).is_file() else []
-        _write_index(sweep, [line for line in before if line["name"] not in names] + new)
+        _write_index(sweep, [line for line in before if line["name"] not in names] + [*new], known or {})
 
 
 def expand(folders: list[Path]) -> list[Path]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,13 +21,14 @@ from apps.crossbert.train import CrossBertTrainArgs
 from lingua.args import parse, to_dict
 from lingua.errors import UserError
 from lingua.masking import complementary_views
-from lingua.stool import launch, launch_evaluation, records, scheduler, snapshot, status
-from lingua.stool.args import StoolArgs, read_request, split_values
+from lingua.stool import launch, launch_evaluation, records, scheduler, snapshot, status, submit, sweep
+from lingua.stool.args import EvaluationArgs, StoolArgs, read_request, split_values
 from lingua.stool.evaluation import LEASE, evaluations
-from lingua.stool.job import ENDING, decide
+from lingua.stool.job import ENDING, Job, decide
 from lingua.stool.plan import activation_bytes, load_script, make_plan
 from lingua.stool.ranks import SRUN_FAILURE, Ranks, _numbers
 from lingua.storage import as_path
+from tests.slurm.launching import wait
 from tests.support import ROOT, environment, tiny_words
 
 START = ["script=apps.crossbert.train", "time=60"]
@@ -263,6 +267,8 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], StoolA
     made: list[tuple[list[str], StoolArgs]] = []
 
     def submit(folder: Path, runs: list[Path], code: Path, args: StoolArgs) -> None:
+        if args.partition == "nowhere":
+            raise UserError("refused")
         made.append(([run.name for run in runs], args))
         for number, run in enumerate(runs):
             records.append(run, "submit", job=f"{len(made)}_{number}", launcher="slurm", host="here")
@@ -273,8 +279,13 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], StoolA
 
 
 def test_resume_keeps_what_each_run_was_launched_with(
-    submissions: list, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    submissions: list,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(launch, "plans_by", lambda code, cwd, launches: [{"ranks": 1}] * len(launches))
     folder = tmp_path / "sweep"
     words = [word for word in tiny_words("crossbert", corpus, folder) if "dump_dir=" not in word]
     launch.launch(read_request([*START, "ngpu=0", f"dump_dir={folder}", "sweep.seed=1,2,3", "--", *words]))
@@ -289,10 +300,10 @@ def test_resume_keeps_what_each_run_was_launched_with(
         ("", ["optim.lr=0.5"]), ("5G", ["optim.lr=0.5"]),
     ]  # fmt: skip
 
-    # Nothing is written unless all can be submitted; a run that was removed holds up no other.
-    with pytest.raises(UserError, match=r"unknown key optim\.lrr"):
-        launch.resume(folder, ["time=100"], ["optim.lrr=1"], False)
-    assert records.read_launch(folder / "seed=1")["args"]["time"] == "90"
+    # A launch that is refused leaves what was there; a run that was removed holds up no other.
+    with pytest.raises(UserError, match="refused"):
+        launch.resume(folder, ["partition=nowhere"], [], False)
+    assert [records.read_launch(folder / "seed=1")["args"][key] for key in ("time", "partition")] == ["90", ""]
     shutil.rmtree(folder / "seed=3")
     capsys.readouterr()
     launch.resume(folder, [], [], False)
@@ -303,6 +314,7 @@ def test_resume_keeps_what_each_run_was_launched_with(
     assert "seed=3: not submitted\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_resume_is_checked_by_the_code_that_runs(
     submissions: list, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +333,8 @@ def test_resume_is_checked_by_the_code_that_runs(
     told = records.read_launch(tmp_path / "run")
     assert (told["words"], told["plan"]["steps"]) == (["then=3", "steps=77"], 77)
     with pytest.raises(UserError, match="unknown key then"):
-        launch.resume(tmp_path / "run", [], [], True)
+        launch.resume(tmp_path / "run", ["time=90"], [], True)
+    assert records.read_launch(tmp_path / "run") == told
     assert len(submissions) == 2
 
 
@@ -356,6 +369,16 @@ def test_help_lists_the_fields() -> None:
     assert done.returncode == 0
     assert "max_restarts: int = 50" in done.stdout
     assert "eval.dependency: str = 'singleton'" in done.stdout
+
+
+def test_jobs_take_the_snapshots_modules(tmp_path: Path) -> None:
+    for name in ("code", "cwd"):
+        (tmp_path / f"{name} of mine/lingua").mkdir(parents=True)
+        (tmp_path / f"{name} of mine/lingua/__init__.py").write_text(f"print({name!r})\n")
+    lines = [*submit.environment_lines(tmp_path / "code of mine"), f"{sys.executable} -m lingua"]
+    command = ["bash", "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=tmp_path / "cwd of mine", capture_output=True, text=True)
+    assert done.stdout == "code\n"
 
 
 # --- snapshots
@@ -586,6 +609,17 @@ def test_records_and_scheduler_together(clients: Path, tmp_path: Path, said: str
     assert status.run_state(run) == state
 
 
+def test_the_index_of_a_sweep_has_what_the_scheduler_says(clients: Path, tmp_path: Path) -> None:
+    client(clients, "squeue", "echo '8|RUNNING|None'")
+    submitted(tmp_path / "seed=1")
+    records.append(tmp_path / "seed=1", "cancel", job="7")  # while it waited: no job will write down its end
+    (tmp_path / "stool").mkdir()
+    sweep.refresh(tmp_path, [{"name": "seed=1", "values": {"seed": "1"}}])
+    assert sweep.runs(tmp_path)[0]["state"] == records.CANCELLING
+    status.status([tmp_path])
+    assert sweep.runs(tmp_path)[0]["state"] == records.CANCELLED
+
+
 def test_status_says_where_it_failed(clients: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = tmp_path / "run"
     submitted(run)
@@ -615,6 +649,38 @@ def test_a_job_that_failed_before_its_ranks(clients: Path, tmp_path: Path, capsy
     assert capsys.readouterr().out == f"{said}\n"
     with pytest.raises(UserError, match=r"--rank 4: .* has 4 ranks, counted from 0"):
         status.logs(tmp_path, 4, follow=False)
+
+
+def test_ranks_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    args = to_dict(StoolArgs(script="s", launcher="local", ngpu=0, tasks_per_node=2, cpus=3))
+    ranks = Ranks(["sh", "-c", "echo $RANK $OMP_NUM_THREADS; kill -KILL $$"], {"args": args}, tmp_path / "1")
+    assert ranks.wait(lambda: None) == 137
+    failure = ranks.failure(137)
+    assert failure is not None
+    assert (failure["rank"], failure["cause"], failure["line"]) == (0, "SIGKILL", "0 3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # by a line of setup
+    assert Ranks(["sh", "-c", "echo $OMP_NUM_THREADS"], {"args": args}, tmp_path / "2").wait(lambda: None) == 0
+    assert (tmp_path / "2/rank_00001.out").read_text() == "5\n"
+
+
+def test_a_signal_before_there_are_ranks_reaches_them(tmp_path: Path) -> None:
+    args = to_dict(StoolArgs(script="json.tool", launcher="local", ngpu=0))
+    launched = {"args": args, "words": [], "code": "x", "sweep": None}
+    records.write_launch(tmp_path, launched)
+    job = Job(tmp_path, "local1_0")
+    job._on_signal(signal.SIGTERM, None)
+    assert job._one_start() == (records.REQUEUED, 143)
+
+
+def test_a_job_submitted_from_a_job_takes_none_of_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_CONF": "x", "RANK": "2"}.items():
+        monkeypatch.setenv(key, value)
+    before = dict(os.environ)
+    with submit._outside_of_a_job():
+        assert {"SLURM_JOB_ID", "SLURM_NNODES", "RANK"}.isdisjoint(os.environ)
+        assert os.environ["SLURM_CONF"] == "x"
+    assert dict(os.environ) == before
 
 
 def test_a_rank_that_srun_never_started_is_no_success(tmp_path: Path) -> None:
@@ -671,6 +737,27 @@ def test_a_checkpoint_in_line_for_evaluation_is_not_removed(tmp_path: Path) -> N
     release(str(root / "0000000010"))
     remove_old(root, 1)
     assert [path.name for path in sorted(root.iterdir())] == ["0000000020", "0000000030"]
+
+
+def test_evaluations_on_this_machine_wait_for_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = to_dict(StoolArgs(script="s", launcher="local", eval=EvaluationArgs(script="json.tool")))
+    records.write_launch(tmp_path, {"args": args, "cwd": str(tmp_path)})
+    (tmp_path / "stool/evaluations").mkdir()
+    found = {"state": "SUBMITTED", "checkpoint": str(tmp_path)}
+    records.write_json(tmp_path / "stool/evaluations/0000000010.json", found)
+    with (tmp_path / "stool/evaluations/turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        command = [sys.executable, "-m", "lingua.stool.evaluation", str(tmp_path), "0000000010"]
+        process = subprocess.Popen(command, env=environment() | {"PYTHONPATH": str(ROOT)})
+        opened = Path(f"/proc/{process.pid}/fd")
+        wait(lambda: any(os.readlink(file) == turn.name for file in opened.iterdir()), 60)
+        time.sleep(0.5)
+        assert evaluations(tmp_path)["0000000010"]["state"] == "SUBMITTED"
+    assert process.wait(60) == 2
+    about = evaluations(tmp_path)["0000000010"]
+    assert about["state"] == "FAILED"  # json.tool takes no ckpt=
+    assert about["reason"].startswith("exit status 2: ")
 
 
 def test_an_evaluation_whose_job_is_gone(clients: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
