@@ -609,6 +609,13 @@ def test_records_and_scheduler_together(clients: Path, tmp_path: Path, said: str
     assert status.run_state(run) == state
 
 
+def test_a_run_that_ends_while_the_scheduler_is_asked(clients: Path, tmp_path: Path) -> None:
+    submitted(tmp_path)
+    end = json.dumps({"event": "end", "job": "7", "state": records.FINISHED, "exit": 0, "reason": "finished"})
+    client(clients, "squeue", f"echo '{end}' >> {tmp_path}/stool/jobs.jsonl; echo '7|COMPLETED|None'")
+    assert status.run_state(tmp_path) == records.FINISHED
+
+
 def test_the_index_of_a_sweep_has_what_the_scheduler_says(clients: Path, tmp_path: Path) -> None:
     client(clients, "squeue", "echo '8|RUNNING|None'")
     submitted(tmp_path / "seed=1")

@@ -30,6 +30,7 @@ def test_names_use_whole_keys_where_their_ends_are_the_same() -> None:
         sweep.names([{"root_dir": "/a/b"}, {"root_dir": ":a:b"}])
     with pytest.raises(UserError, match="seed=1 comes twice"):
         sweep.points({"seed": ["1", "1"]}, None)
+    assert len(sweep.names([{"note": "x" * 1000}])[0]) == 200  # file systems have a limit
 
 
 def test_listed_points_are_combined_with_a_grid(tmp_path: Path) -> None:
