@@ -173,7 +173,9 @@ def _official_rows(task: GlueTask, path: str, left_out: list[int]) -> Iterator[t
     if not task.header:  # CoLA: source, label, the author's mark, sentence
         names, width = {str(i): i for i in range(4)}, 4
     else:
-        _, columns = next(lines, (1, [""]))
+        _, columns = next(lines, (1, []))
+        if not columns:
+            raise UserError(f"{path}: is empty")
         names, width = {column: i for i, column in enumerate(columns)}, len(columns)
         if task.label not in names:
             raise UserError(

@@ -23,7 +23,6 @@ def nearest(
     Beside the queries in float64 there are ``tile_rows`` rows and ``chunk_numbers`` distances (or those of one
     query) in memory at a time.
     """
-    tile_rows = max(tile_rows, k)
     # For l2: leaves distances as they are, and keeps |a|^2 - 2ab small
     center_D = sum(tile.double().sum(0) for tile in x_ND.split(tile_rows)) / len(x_ND)
 

@@ -88,6 +88,7 @@ def test_what_decides_the_features_decides_the_key(run: Path, enc: TextEncoder, 
         (enc, enc.word_sequences([text.split() for text in TEXTS]), {}),
         (load_encoder(run, random_init=True, device="cpu"), enc.text_sequences(TEXTS), {}),
         (load_encoder(run, device="cpu", dtype=torch.bfloat16), enc.text_sequences(TEXTS), {}),
+        (TextEncoder(enc.encoder, enc.tokenizer, enc.max_length, causal=True), enc.text_sequences(TEXTS), {}),
     ]
     for count, (encoder, sequences, how) in enumerate(variants, start=2):
         files.get(encoder, sequences, [0], **how)

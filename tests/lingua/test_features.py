@@ -83,9 +83,20 @@ def test_pairs_are_one_sequence(enc: TextEncoder) -> None:
         enc.encode(TEXTS[:2], pairs=TEXTS[:1])
 
 
-@pytest.mark.parametrize(("a", "b", "kept"), [(30, 2, (14, 2)), (2, 30, (2, 14)), (30, 30, (8, 8)), (9, 7, (9, 7))])
-def test_truncation_is_counted_and_the_longer_side_loses_first(a: int, b: int, kept: tuple[int, int]) -> None:
-    enc = roberta(max_length=20)
+@pytest.mark.parametrize(
+    ("a", "b", "room", "kept"),
+    [
+        (30, 2, 16, (14, 2)),
+        (2, 30, 16, (2, 14)),
+        (30, 30, 16, (8, 8)),
+        (30, 30, 17, (9, 8)),
+        (9, 7, 16, (9, 7)),
+    ],
+)
+def test_truncation_is_counted_and_the_longer_side_loses_first(
+    a: int, b: int, room: int, kept: tuple[int, int]
+) -> None:
+    enc = roberta(max_length=room + 4)
     texts = [" the" * a, " a" * b]
     ids_a, ids_b = enc.tokenizer.encode_batch(texts)
     assert (len(ids_a), len(ids_b)) == (a, b)

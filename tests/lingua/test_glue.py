@@ -172,6 +172,9 @@ def test_missing_files_say_where_they_should_be(tmp_path: Path, official: Path) 
     with pytest.raises(UserError, match=r"rte: neither .*RTE/train.tsv nor .*rte/train-\*.parquet; give .*hf:nyu-mll"):
         load_glue("rte", GlueArgs(path=str(tmp_path)))
     (tmp_path / "RTE").mkdir()
+    (tmp_path / "RTE/train.tsv").touch()
+    with pytest.raises(UserError, match=r"RTE/train.tsv: is empty"):
+        load_glue("rte", GlueArgs(path=str(tmp_path)))
     (tmp_path / "RTE/train.tsv").write_text("index\tfirst\tlabel\n")
     with pytest.raises(UserError, match="found the columns index, first, label; expected sentence1, sentence2"):
         load_glue("rte", GlueArgs(path=str(tmp_path)))

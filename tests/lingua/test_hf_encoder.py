@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from lingua.errors import UserError
-from lingua.hf_encoder import load_hf_encoder, parameter_counts
+from lingua.hf_encoder import load_hf_encoder, longest_sequence, parameter_counts
 from tests.tiny_models import CONFIGS, make_model
 from tests.tiny_run import SENTENCES
 
@@ -119,6 +119,15 @@ def test_truncation_is_counted_and_the_longer_side_loses_first(bert: Path) -> No
     assert found.truncated == 1
     encoder.encode([long, short])
     assert encoder.truncated == 1
+
+
+def test_the_longest_sequence_leaves_out_positions_that_the_padding_takes(bert: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bert)
+    tokenizer.model_max_length = 10**30  # as tokenizers say that have no limit
+    assert longest_sequence(transformers.RobertaConfig(max_position_embeddings=514, pad_token_id=1), tokenizer) == 512
+    assert longest_sequence(transformers.BertConfig(max_position_embeddings=512), tokenizer) == 512
+    tokenizer.model_max_length = 256
+    assert longest_sequence(transformers.BertConfig(max_position_embeddings=512), tokenizer) == 256
 
 
 def test_parameters_are_counted(bert: Path) -> None:
