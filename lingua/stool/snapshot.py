@@ -23,8 +23,8 @@ def root() -> Path:
 def take(folder: Path, max_mb: float) -> dict[str, Any]:
     """Copy the code into ``folder`` and describe it: commit, whether files differ from it, number of files.
 
-    With git: every tracked file as it is now, and every new one that is not ignored; ``git.diff`` beside them is the
-    difference to the commit. Without git: the packages ``lingua`` and ``apps``.
+    With git: every tracked file as it is now, and every new one that is neither ignored nor in a run folder;
+    ``git.diff`` beside them is the difference to the commit. Without git: the packages ``lingua`` and ``apps``.
 
     Raises:
         UserError: more than ``max_mb`` megabytes, with the largest files named.
@@ -38,6 +38,8 @@ def take(folder: Path, max_mb: float) -> dict[str, Any]:
     else:
         listed = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
         files = [Path(name) for name in sorted(set(listed.split("\0"))) if name]
+        runs = _run_folders(files)
+        files = [path for path in files if runs.isdisjoint(path.parents)]
     files = [path for path in files if (source / path).is_file()]  # a tracked file may have been deleted
     _check_size(source, files, max_mb)
     partial = folder.with_name(folder.name + ".partial")
@@ -57,6 +59,16 @@ def take(folder: Path, max_mb: float) -> dict[str, Any]:
     (partial / INFO).write_text(json.dumps(info, indent=1) + "\n")
     partial.rename(folder)
     return info
+
+
+def _run_folders(files: list[Path]) -> set[Path]:
+    """Folders of runs and sweeps: inside the repository and not ignored, each would be copied into the next."""
+    found = set()
+    for path in files:
+        for folder in path.parents:
+            if folder.name == "stool" and path.relative_to(folder).parts[0] in ("code", "launch.json"):
+                found.add(folder.parent)
+    return found - {Path()}
 
 
 def check_module(code: Path, module: ModuleType) -> None:

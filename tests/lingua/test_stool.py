@@ -410,6 +410,9 @@ def test_a_snapshot_is_the_code_as_it_is(repository: Path, tmp_path: Path) -> No
     (repository / "gone.py").unlink()
     (repository / "data").mkdir()
     (repository / "data/big.bin").write_bytes(b"0" * 10_000)  # ignored
+    for path in ("run/stool/launch.json", "run/train.log", "sweep/stool/code/0001/lingua/a.py", "sweep/sweep.jsonl"):
+        (repository / "out" / path).parent.mkdir(parents=True, exist_ok=True)
+        (repository / "out" / path).write_text("")
     code = tmp_path / "code/0001"
     code.parent.mkdir()
     info = snapshot.take(code, 1.0)
