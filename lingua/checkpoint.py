@@ -49,6 +49,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DC
 # Where a checkpoint has it (an ELECTRA with disentangled sharing), the encoder's embedding is a difference to it.
 BASE = "generator.embedding.weight"
 EMBEDDING = "encoder.embedding.weight"
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]  # several share out the parameters
 LEASE_SECONDS = 900  # a reader that says nothing for this long is taken for dead
 
 
@@ -131,7 +132,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def load(
     folder: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     group: dist.ProcessGroup | None = None,
     fresh: Sequence[str] = (),
 ) -> dict[str, Any]:

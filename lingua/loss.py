@@ -45,7 +45,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Loss and both gradients of a chunk of rows are made while its logits exist, then these are dropped."""
 
     @staticmethod
-    def forward(ctx, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor) -> Tensor:
+    def forward(ctx, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> Tensor:
         device, dtype = x_ND.device.type, _product_dtype(x_ND)
         wide = torch.promote_types(dtype, torch.float32)
         x, weight = x_ND.to(dtype), weight_VD.to(dtype)
@@ -56,13 +56,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows = CHUNK_ROWS[device]
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            log_probabilities = (x[part] @ weight.T).to(wide).log_softmax(dim=1)
+            logits = (x[part] @ weight.T).to(wide)
+            log_probabilities = logits.log_softmax(dim=1)
             target = targets_N[part, None]
             loss -= (log_probabilities.gather(1, target).squeeze(1) * weights_N[part]).sum()
+            if z_loss:
+                log_z = logits.logsumexp(dim=1)
+                loss += z_loss * (log_z.square() * weights_N[part]).sum()
             if not (needs_x or needs_weight):
                 continue
-            # d loss / d logits = softmax - one-hot, written over the log-probabilities.
+            # d loss / d logits = softmax - one-hot, written over the log-probabilities, and 2 z log Z softmax.
             grad = log_probabilities.exp_()
+            if z_loss:
+                grad *= 1 + 2 * z_loss * log_z[:, None]
             grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=wide))
             grad = grad.mul_(weights_N[part, None]).to(dtype)
             if grad_x is not None:
@@ -80,10 +86,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_x = (grad_x * grad_loss.to(grad_x.dtype)).to(ctx.dtypes[0])
         if grad_weight is not None:
             grad_weight = (grad_weight * grad_loss).to(ctx.dtypes[1])
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
-def cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor) -> LossSum:
+def cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float = 0.0
+) -> LossSum:
     """Weighted sum of ``-log softmax(x @ weight.T)[target]``, logits in chunks.
 
     The products run in the autocast precision if one is on, the softmax in float32 (float64 for float64).
@@ -93,8 +101,10 @@ def cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N:
         weight_VD: output matrix.
         targets_N: token ids, int64.
         weights_N: 1.0 for targets, 0.0 for positions that do not count.
+        z_loss: weight of ``(log sum exp logits)^2``, which is added at each target and keeps logits from drifting
+            (PaLM, section 5).
     """
-    loss = _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, weights_N)
+    loss = _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, weights_N, z_loss)
     return LossSum(loss, weights_N.sum())
 
 

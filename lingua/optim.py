@@ -1,4 +1,4 @@
-"""AdamW with parameter groups, learning-rate schedules, and steps that skip non-finite gradients."""
+"""AdamW, or Muon for matrices, with learning-rate schedules and steps that skip non-finite gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lingua.distributed import full, local
 from lingua.errors import UserError, check_fields
@@ -25,6 +26,10 @@ class OptimArgs:
     epsilon: float = 1e-8  # added to the root (not in the paper)
     weight_decay: float = 0.1  # on matrices only, not on norms, embedding or vectors (not in the paper)
     clip: float = 1.0  # largest gradient norm; 0 turns clipping off (not in the paper)
+    # What updates matrices: adamw, or muon, whose updates are scaled to the size of AdamW's so that the same lr and
+    # weight_decay serve; norms, vectors and the embedding are AdamW's in any case.
+    matrices: str = "adamw"
+    muon_momentum: float = 0.95  # decay of muon's gradient average
     scheduler: str = "cosine"  # cosine, wsd (constant, then linear decay) or constant
     warmup: int = -1  # steps of linear warm-up; -1: 2000 or 10% of the run, whichever is less
     decay_fraction: float = 0.1  # wsd: share of the run that decays
@@ -33,7 +38,10 @@ class OptimArgs:
     def __post_init__(self) -> None:
         if self.scheduler not in ("cosine", "wsd", "constant"):
             raise UserError(f"optim.scheduler={self.scheduler}: expected cosine, wsd or constant")
+        if self.matrices not in ("adamw", "muon"):
+            raise UserError(f"optim.matrices={self.matrices}: expected adamw or muon")
         checks = {
+            "muon_momentum": (0.0 <= self.muon_momentum < 1.0, "at least 0 and less than 1"),
             "lr": (0.0 < self.lr < math.inf, "a finite number above 0"),
             "min_lr": (0.0 <= self.min_lr <= self.lr, f"a number between 0 and optim.lr={self.lr}"),
             "beta1": (0.0 <= self.beta1 < 1.0, "at least 0 and less than 1"),
@@ -78,10 +86,25 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-class Optimizer:
-    """AdamW that takes summed gradients, clips, follows the schedule and skips non-finite steps.
+def _check_muon(matrices: list[nn.Parameter]) -> None:
+    """Raise UserError where the copies of a matrix could come out of Muon's products different.
 
-    Nothing here waits for the device: counters stay on it until somebody reads them.
+    A matrix that a rank holds whole, or that all ranks share, has one result. With copies that are themselves spread
+    over ranks, DTensor sums in several steps, in an order that PyTorch does not promise to be the same for all copies.
+    """
+    meshes = [m.device_mesh for m in matrices if isinstance(m, DTensor)]
+    if meshes and all(size > 1 for size in meshes[0].shape):
+        copies, ranks = meshes[0].shape
+        raise UserError(
+            f"optim.matrices=muon with {copies} copies of the model, each on {ranks} ranks: use distributed.dp_shard=1 "
+            "(a copy on each rank) or -1 (one copy on all ranks)"
+        )
+
+
+class Optimizer:
+    """AdamW, or Muon for matrices: takes summed gradients, clips, follows the schedule and skips non-finite steps.
+
+    Nothing here waits for the device, but for Muon: counters stay on it until somebody reads them.
 
     Args:
         steps: of the whole run.
@@ -93,14 +116,23 @@ class Optimizer:
     ) -> None:
         self.args, self.steps = args, steps
         self.learning_rate = schedule or (lambda step: learning_rate(step, steps, args))
+        groups = parameter_groups(model, args.weight_decay)
+        self.muon = None
+        if args.matrices == "muon":
+            matrices = groups.pop(0)["params"]
+            _check_muon(matrices)
+            self.muon = torch.optim.Muon(
+                matrices, args.lr, args.weight_decay, args.muon_momentum, adjust_lr_fn="match_rms_adamw"
+            )
         self.adamw = torch.optim.AdamW(
-            parameter_groups(model, args.weight_decay),
+            groups,
             lr=args.lr,
             betas=(args.beta1, args.beta2),
             eps=args.epsilon,
             fused=True,
         )
-        self.parameters = [p for group in self.adamw.param_groups for p in group["params"]]
+        self.parts = [self.adamw] if self.muon is None else [self.adamw, self.muon]  # what a checkpoint holds
+        self.parameters = [p for part in self.parts for group in part.param_groups for p in group["params"]]
         device = self.parameters[0].device
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # non-finite steps so far
         self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
@@ -121,12 +153,16 @@ class Optimizer:
         if self.args.clip > 0:
             scale = scale * (self.args.clip / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
-        for group in self.adamw.param_groups:
-            group["lr"] = self.learning_rate(step)
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = self.learning_rate(step)
         # The fused kernel changes nothing where found_inf is 1: the way GradScaler skips, without a sync.
         self.adamw.grad_scale, self.adamw.found_inf = None, bad.float()
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        if self.muon is not None and not bad:  # Muon cannot be told to skip, so here the host waits for the device
+            self.muon.step()
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
         self.skipped += bad
         self.in_a_row = (self.in_a_row + 1) * bad
         self.most_in_a_row = torch.maximum(self.most_in_a_row, self.in_a_row)
@@ -145,5 +181,5 @@ class Optimizer:
         self.most_in_a_row.zero_()
 
     def counters(self) -> dict[str, Tensor]:
-        """What must be saved beside AdamW's own state."""
+        """What must be saved beside the state of ``parts``."""
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}

@@ -251,12 +251,12 @@ class Run:
         """Load what there is to start from; returns the number of steps done."""
         if self._own is None:
             if self._init is not None:
-                optimizer = self.optimizer.adamw if self.args.init.optimizer else None
+                optimizer = self.optimizer.parts if self.args.init.optimizer else None
                 fresh = self.args.init.fresh
                 checkpoint.load(self._init, self.model, optimizer, self.world.saving, fresh)
                 log.info("starting from the weights of %s%s", self._init, f", but for {fresh}" if fresh else "")
             return 0
-        state = checkpoint.load(self._own, self.model, self.optimizer.adamw, self.world.saving)
+        state = checkpoint.load(self._own, self.model, self.optimizer.parts, self.world.saving)
         for name, counter in self.optimizer.counters().items():
             counter.fill_(state["optimizer"][name])
         log.info("resumed %s at step %d", self._own, state["step"])
@@ -344,4 +344,4 @@ class Run:
             "data": self.stream.fingerprints(),
             "code": resume.code_version(),
         }
-        self._checkpointer.save(step, self.model, self.optimizer.adamw, state, to_yaml(self.args))
+        self._checkpointer.save(step, self.model, self.optimizer.parts, state, to_yaml(self.args))

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from lingua.checkpoint import STATE_VERSION, remove_old
+from lingua.checkpoint import STATE_VERSION, Optimizers, remove_old
 from lingua.errors import UserError
 from lingua.storage import Writer, remove_folder, storage_failure
 
@@ -76,9 +76,7 @@ class Checkpointer:
         # Keeps its buffers from save to save; on a GPU they are pinned.
         self._stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
 
-    def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], config_yaml: str
-    ) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: Optimizers, state: dict[str, Any], config_yaml: str) -> None:
         """Begin to write the checkpoint of ``step``; it counts only once ``COMPLETE`` is there.
 
         Raises:
@@ -168,9 +166,7 @@ def _run(function: Callable[[], Any]) -> Future:
     return future
 
 
-def save(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], config_yaml: str
-) -> None:
+def save(folder: Path, model: nn.Module, optimizer: Optimizers, state: dict[str, Any], config_yaml: str) -> None:
     """Write one checkpoint ``folder`` from this process alone, and wait for it."""
     writer = Checkpointer(folder.parent, CheckpointArgs(asynchronous=False))
     writer.save(int(folder.name), model, optimizer, state, config_yaml)

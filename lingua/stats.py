@@ -11,7 +11,9 @@ What is recorded, under ``stats/``:
 - ``activation/MODULE/rms``, ``.../max``: output of each block (the residual stream) and of its parts.
 - ``attention/MODULE/entropy``: in nats, mean over heads and queries; ``.../entropy_lowest_head``: that of the head
   whose attention is narrowest; ``.../logit_max``: largest absolute scaled product of a query and a key.
-- ``output/logit_rms``, ``output/logit_max``: of the vocabulary logits at some positions.
+- ``output/logit_rms``, ``output/logit_max``: of the vocabulary logits at some positions; ``output/log_z``: largest
+  absolute log-partition of their softmax. Logits of attention or output that grow without end announce a spike;
+  ``model.qk_norm`` and ``model.z_loss`` hold them.
 
 The last three are of this process's own micro-batch.
 """
@@ -168,6 +170,7 @@ def forward_statistics(
         if isinstance(output, Tensor) and output.dim() == 3 and output.shape[-1] == embedding.embedding_dim:
             logits = output[0, :OUTPUT_POSITIONS].float() @ embedding.weight.float().T
             found["output/logit_rms"], found["output/logit_max"] = _rms_and_max(logits)
+            found["output/log_z"] = logits.logsumexp(dim=-1).abs().amax()
 
     for name, part, is_block in _parts(model):
         handles.append(part.register_forward_hook(leave(name)))

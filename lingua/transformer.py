@@ -35,6 +35,8 @@ class TransformerArgs:
     init_std: float = 0.02  # standard deviation of every weight at the start (Appendix I)
     init_truncate: float = 0.0  # redraw weights beyond this many standard deviations; 0: keep all (not in the paper)
     init_residual: bool = False  # divide the std of wo and w2 by sqrt(2 layers), as GPT-2 does (not in the paper)
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys, against growing attention logits
+    z_loss: float = 0.0  # in training: weight of the squared log-partition of the vocabulary softmax; 1e-4 is common
     attention: str = "auto"  # within documents: sdpa, flex, varlen or xformers; auto: flex on a GPU, sdpa on a CPU
 
     def __post_init__(self) -> None:
@@ -47,6 +49,7 @@ class TransformerArgs:
             "rope_theta": (0.0 < self.rope_theta < math.inf, "a finite number above 0"),
             "norm_eps": (0.0 < self.norm_eps < math.inf, "a finite number above 0"),
             "init_std": (0.0 <= self.init_std < math.inf, "a finite number, 0 or more"),
+            "z_loss": (0.0 <= self.z_loss < math.inf, "a finite number, 0 (off) or more"),
             "init_truncate": (0.0 <= self.init_truncate < math.inf, "a finite number, 0 (keep all) or more"),
         }
         check_fields("model", self, checks)
@@ -104,18 +107,32 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class QKNorm(nn.Module):
+    """RMSNorm of queries and keys, head by head, with a weight for each channel of a head (as Qwen3)."""
+
+    def __init__(self, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.query, self.key = RMSNorm(head_dim, eps=eps), RMSNorm(head_dim, eps=eps)
+
+    def forward(self, q_BSHK: Tensor, k_BTHK: Tensor) -> tuple[Tensor, Tensor]:
+        return self.query(q_BSHK), self.key(k_BTHK)
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention with rotary positions; q, k and v come out of one product."""
 
-    def __init__(self, dim: int, n_heads: int) -> None:
+    def __init__(self, dim: int, n_heads: int, qk_norm_eps: float | None = None) -> None:
         super().__init__()
         self.n_heads, self.head_dim = n_heads, dim // n_heads
         self.wqkv = nn.Linear(dim, 3 * dim, bias=False)
         self.wo = nn.Linear(dim, dim, bias=False)
+        self.qk_norm = None if qk_norm_eps is None else QKNorm(self.head_dim, qk_norm_eps)
 
     def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         B, S, _ = x_BSD.shape
         qk, v = self.wqkv(x_BSD).view(B, S, 3 * self.n_heads, self.head_dim).split((2 * self.n_heads, self.n_heads), 2)
+        if self.qk_norm is not None:
+            qk = torch.cat(self.qk_norm(*qk.chunk(2, dim=2)), dim=2)
         q, k = apply_rotary(qk, *rotary).chunk(2, dim=2)
         out = attention(q, k, v, mask)
         return self.wo(out.reshape(B, S, -1))
@@ -127,12 +144,13 @@ class CrossAttention(nn.Module):
     Keys and values map the encoder's width to the predictor's, which may differ (Table 4).
     """
 
-    def __init__(self, dim: int, n_heads: int, source_dim: int) -> None:
+    def __init__(self, dim: int, n_heads: int, source_dim: int, qk_norm_eps: float | None = None) -> None:
         super().__init__()
         self.n_heads, self.head_dim = n_heads, dim // n_heads
         self.wq = nn.Linear(dim, dim, bias=False)
         self.wkv = nn.Linear(source_dim, 2 * dim, bias=False)
         self.wo = nn.Linear(dim, dim, bias=False)
+        self.qk_norm = None if qk_norm_eps is None else QKNorm(self.head_dim, qk_norm_eps)
 
     def forward(
         self,
@@ -145,6 +163,8 @@ class CrossAttention(nn.Module):
         B, S, _ = x_BSD.shape
         q = self.wq(x_BSD).view(B, S, self.n_heads, self.head_dim)
         k, v = self.wkv(source_BTD).view(B, -1, 2, self.n_heads, self.head_dim).unbind(2)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         out = attention(apply_rotary(q, *rotary), apply_rotary(k, *source_rotary), v, mask)
         return self.wo(out.reshape(B, S, -1))
 
@@ -169,7 +189,7 @@ class EncoderBlock(nn.Module):
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = SelfAttention(args.dim, args.n_heads)
+        self.attention = SelfAttention(args.dim, args.n_heads, args.norm_eps if args.qk_norm else None)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn = FeedForward(args.dim, args.ffn_dim)
 
@@ -284,13 +304,15 @@ class PredictorArgs:
 class PredictorBlock(nn.Module):
     """Pre-norm cross-attention and feed-forward. Hidden positions never see each other, but with self-attention."""
 
-    def __init__(self, dim: int, n_heads: int, source_dim: int, norm_eps: float, self_attention: bool = False) -> None:
+    def __init__(self, dim: int, n_heads: int, encoder: TransformerArgs, self_attention: bool = False) -> None:
         super().__init__()
-        self.self_attention_norm = RMSNorm(dim, eps=norm_eps) if self_attention else None
-        self.self_attention = SelfAttention(dim, n_heads) if self_attention else None
-        self.attention_norm = RMSNorm(dim, eps=norm_eps)
-        self.attention = CrossAttention(dim, n_heads, source_dim)
-        self.ffn_norm = RMSNorm(dim, eps=norm_eps)
+        eps = encoder.norm_eps
+        qk_norm_eps = eps if encoder.qk_norm else None
+        self.self_attention_norm = RMSNorm(dim, eps=eps) if self_attention else None
+        self.self_attention = SelfAttention(dim, n_heads, qk_norm_eps) if self_attention else None
+        self.attention_norm = RMSNorm(dim, eps=eps)
+        self.attention = CrossAttention(dim, n_heads, encoder.dim, qk_norm_eps)
+        self.ffn_norm = RMSNorm(dim, eps=eps)
         self.ffn = FeedForward(dim)
 
     def forward(
@@ -322,8 +344,7 @@ class Predictor(nn.Module):
         self.head_dim, self.rope_theta = dim // n_heads, encoder.rope_theta
         self.mask_vector = nn.Parameter(torch.empty(dim))
         self.layers = nn.ModuleList(
-            PredictorBlock(dim, n_heads, encoder.dim, encoder.norm_eps, args.self_attention)
-            for _ in range(args.n_layers)
+            PredictorBlock(dim, n_heads, encoder, args.self_attention) for _ in range(args.n_layers)
         )
         # Not inside of the blocks, whose weights are there while they run only: the mixing comes before.
         self.mix = None

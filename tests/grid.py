@@ -49,11 +49,13 @@ def build(app: str) -> nn.Module:
         return CrossBert(args, special_ids=(0,), seed=3)
 
 
-def run(app: str, world: World, args: DistributedArgs, dtype: torch.dtype, compile: bool) -> dict[str, Any]:
+def run(
+    app: str, world: World, args: DistributedArgs, dtype: torch.dtype, compile: bool, matrices: str = "adamw"
+) -> dict[str, Any]:
     """Losses, gradient norms and final weights of three steps of two micro-batches a rank."""
     torch.compiler.reset()
     model = parallelize(build(app), world, args, dtype, compile)
-    optimizer = Optimizer(model, OptimArgs(lr=0.01, warmup=0, clip=0.5), STEPS)
+    optimizer = Optimizer(model, OptimArgs(lr=0.01, warmup=0, clip=0.5, matrices=matrices), STEPS)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         generator = torch.Generator().manual_seed(step)
@@ -91,19 +93,20 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     out, modes = Path(sys.argv[1]), json.loads(sys.argv[2])
     world = start(60)
-    plain: dict[tuple[str, str], dict[str, Any]] = {}
+    plain: dict[tuple[str, str, str], dict[str, Any]] = {}
     results = []
     for mode in modes:
         app, dtype, compile = mode.pop("app"), mode.pop("dtype", "fp64"), mode.pop("compile", False)
+        matrices = mode.pop("matrices", "adamw")
         kind = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        if (app, dtype) not in plain:
+        if (app, dtype, matrices) not in plain:
             # Alone, as if there were no others; the sums over ranks then count everything world.size times.
             alone = World(world.device)
             real, dist.is_initialized = dist.is_initialized, lambda: False
-            plain[app, dtype] = run(app, alone, DistributedArgs(), kind, False)
+            plain[app, dtype, matrices] = run(app, alone, DistributedArgs(), kind, False, matrices)
             dist.is_initialized = real
-        found = run(app, world, DistributedArgs(**mode), kind, compile)
-        results.append({**difference(found, plain[app, dtype]), "tied": found["tied"]})
+        found = run(app, world, DistributedArgs(**mode), kind, compile, matrices)
+        results.append({**difference(found, plain[app, dtype, matrices]), "tied": found["tied"]})
     facts = {"the data": {"made_up": "same"}, "the code": {"sha256": "a" if world.is_first else "b"}}
     try:
         world.check_same(facts)

@@ -163,7 +163,8 @@ class Electra(nn.Module):
         targets_BM = tokens_BS.gather(1, view.hidden_BM)
         weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
         x_ND = self.generator(inputs_BS, embedding_VD, view.hidden_BM, mask).flatten(0, 1)
-        generator, targets = cross_entropy(x_ND, embedding_VD, targets_BM.flatten(), weights_BM.flatten())
+        z_loss = self.args.z_loss if self.training else 0.0
+        generator, targets = cross_entropy(x_ND, embedding_VD, targets_BM.flatten(), weights_BM.flatten(), z_loss)
 
         # 24 bits of a hash, which fit a float32.
         uniform_BM = (counter_hash(self.seed, 3, index_B[:, None], view.hidden_BM) >> 40 & (1 << 24) - 1) / (1 << 24)

@@ -76,7 +76,11 @@ class CrossBert(nn.Module):
         targets_BM = tokens_BS.gather(1, view.hidden_BM)
         weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
         return cross_entropy(
-            x_BMD.flatten(0, 1), self.encoder.embedding.weight, targets_BM.flatten(), weights_BM.flatten()
+            x_BMD.flatten(0, 1),
+            self.encoder.embedding.weight,
+            targets_BM.flatten(),
+            weights_BM.flatten(),
+            self.args.z_loss if self.training else 0.0,
         )
 
     def flops_per_token(

@@ -19,7 +19,7 @@ from lingua.features import load_encoder, run_folder
 from lingua.files import optional
 from lingua.hub.card import model_card
 from lingua.hub.vocabulary import special_names, to_library
-from lingua.hub.weights import EXPRESSED, eurobert_config, to_eurobert
+from lingua.hub.weights import EXPRESSED, NEUTRAL, eurobert_config, to_eurobert
 from lingua.tokenizer import Tokenizer, save_copy
 from lingua.transformer import Encoder, Predictor, PredictorArgs
 
@@ -100,7 +100,7 @@ def _check_expressed(model: dict[str, Any], objective: str | None, where: str) -
             f"{where}: was trained to predict each next token (objective=clm), with causal attention; the eurobert "
             "architecture looks both ways and would compute something else. Train it on with objective=mlm first"
         )
-    unknown = sorted(set(model) - EXPRESSED)
+    unknown = sorted(key for key in set(model) - EXPRESSED if key not in NEUTRAL or model[key] != NEUTRAL[key])
     if unknown:
         raise UserError(
             f"{where}: model.{unknown[0]}={model[unknown[0]]} cannot be exported: the eurobert architecture of "

@@ -15,8 +15,9 @@ from lingua.transformer import Encoder, TransformerArgs, ffn_width
 # Fields of a model's config that eurobert can express, or that change nothing of what a trained encoder computes.
 EXPRESSED = {
     "dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "rope_theta", "norm_eps",
-    "init_std", "init_truncate", "init_residual", "attention", "predictor",
+    "init_std", "init_truncate", "init_residual", "attention", "predictor", "z_loss",
 }  # fmt: skip
+NEUTRAL = {"qk_norm": False}  # fields that eurobert can express at this value only
 SOURCES = ("eurobert", "llama")  # architectures that can be imported
 NEEDED = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "rms_norm_eps",

@@ -9,18 +9,24 @@ import json
 import shutil
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert, CrossBertArgs
+from lingua import optim
 from lingua.errors import UserError
+from lingua.hub.weights import to_eurobert
 from lingua.loss import LossSum
 from lingua.masking import View, complementary_views, predict_part, split_positions
 from lingua.metrics import read_metrics
+from lingua.optim import OptimArgs, Optimizer
 from lingua.transformer import PredictorArgs
+from tests.ranks import run_ranks, train_ranks
 from tests.support import ROOT, deterministic, made_up_documents, prepare, run_app, tiny_words
 
 GOLDEN = ROOT / "tests/golden/switches.json"
@@ -37,6 +43,9 @@ SWITCHES = {  # of the command line, and what makes each of them the plain model
     "init_std": ("crossbert", {"model.init_std": 0.05}),
     "isolate_documents": ("crossbert", {"data.isolate_documents": "true"}),
     "bert_ratio": ("bert", {"masking.hidden_ratio": 0.5}),
+    "z_loss": ("crossbert", {"model.z_loss": 0.01}),
+    "qk_norm": ("crossbert", {"model.qk_norm": "true"}),
+    "muon": ("crossbert", {"optim.matrices": "muon"}),
 }
 
 
@@ -53,7 +62,8 @@ def losses(name: str, data: Path, folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_the_losses_are_as_they_were_recorded(name: str, corpus: Path, tmp_path: Path) -> None:
-    assert losses(name, corpus, tmp_path) == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-5, abs=0)
+    close = 1e-3 if name == "muon" else 1e-5  # Muon multiplies in bf16
+    assert losses(name, corpus, tmp_path) == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=close, abs=0)
 
 
 def test_every_switch_does_something() -> None:
@@ -249,6 +259,7 @@ def test_a_predictor_restarts_beside_a_trained_encoder(corpus: Path, tmp_path: P
 def test_switches_together_go_on_bit_by_bit(corpus: Path, tmp_path: Path) -> None:
     options = {"model.predictor.self_attention": "true", "model.predictor.mix_layers": "true"}
     options |= {"masking.predicted_share": 0.5, "checkpoint.dump.every": 4}
+    options |= {"optim.matrices": "muon", "model.qk_norm": "true", "model.z_loss": 1e-3, "stats.every": 4}
     words = tiny_words("crossbert", corpus, tmp_path / "run", steps=8, validation__every=4)
     words += [f"{key}={value}" for key, value in options.items()]
     run_app("crossbert", words)
@@ -256,6 +267,104 @@ def test_switches_together_go_on_bit_by_bit(corpus: Path, tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "run/checkpoints/0000000008")
     run_app("crossbert", words)
     assert deterministic(read_metrics(tmp_path / "run/metrics.jsonl")) == whole
+
+
+def test_qk_norm_computes_what_qwen3_does() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Bert(BertArgs(dim=32, n_layers=2, n_heads=2, vocab_size=50, init_std=0.2, qk_norm=True), (), 1)
+    with torch.no_grad():
+        for layer in model.encoder.layers:
+            for part in (layer.attention.qk_norm.query, layer.attention.qk_norm.key):
+                part.weight.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(0))
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    qwen = Qwen3ForCausalLM(config)
+    weights = {f"model.{name}": weight for name, weight in to_eurobert(model.encoder).items()}
+    for i, layer in enumerate(model.encoder.layers):
+        norm = layer.attention.qk_norm
+        weights |= {
+            f"model.layers.{i}.self_attn.q_norm.weight": norm.query.weight,
+            f"model.layers.{i}.self_attn.k_norm.weight": norm.key.weight,
+        }
+    assert qwen.load_state_dict(weights, strict=False) == (["lm_head.weight"], [])
+    qwen.tie_weights()
+    tokens, _ = rows()
+    part = model(tokens, tokens, None)
+    torch.testing.assert_close(part.loss / part.targets, qwen(input_ids=tokens, labels=tokens).loss)
+    plain = Bert(BertArgs(**(asdict(model.args) | {"qk_norm": False})), (), 1)
+    assert not torch.equal(part.loss, plain(tokens, tokens, None).loss)
+
+
+def test_qk_norm_bounds_every_attention_logit_also_of_the_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lingua import transformer
+
+    sizes: list[Tensor] = []
+    real = transformer.attention
+
+    def seen(q: Tensor, k: Tensor, v: Tensor, mask: object = None) -> Tensor:
+        sizes.append(torch.stack((q.square().mean(-1).max(), k.square().mean(-1).max())))
+        return real(q, k, v, mask)
+
+    monkeypatch.setattr(transformer, "attention", seen)
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 50, "init_std": 5.0}
+    predictor = PredictorArgs(n_layers=1, self_attention=True)
+    tokens, index = rows()
+    for qk_norm in (False, True):
+        sizes.clear()
+        CrossBert(CrossBertArgs(**shape, predictor=predictor, qk_norm=qk_norm), SPECIAL, 1)(
+            tokens, split_positions(index, 12, 0.5, 0)
+        )
+        assert len(sizes) == 4
+        assert bool((torch.stack(sizes) < 1.001).all()) == qk_norm
+
+
+@torch.no_grad()
+def test_z_loss_is_for_training_only() -> None:
+    tokens, index = rows()
+    view = split_positions(index, 12, 0.5, 0)
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 50, "init_std": 0.2}
+    plain, switched = (
+        CrossBert(CrossBertArgs(**shape, predictor=PredictorArgs(n_layers=1), z_loss=z), SPECIAL, 1) for z in (0.0, 0.1)
+    )
+    assert switched(tokens, view).loss > plain(tokens, view).loss
+    assert torch.equal(switched.eval()(tokens, view).loss, plain.eval()(tokens, view).loss)
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_muon_goes_on_bit_by_bit_on_two_ranks(corpus: Path, tmp_path: Path) -> None:
+    def words(name: str) -> list[str]:
+        options = {"steps": 12, "validation__every": 12, "distributed__timeout": 60, "micro_rows": 2}
+        options |= {"optim__matrices": "muon", "checkpoint__dump__every": 5, "distributed__dp_shard": 2}
+        return tiny_words("crossbert", corpus, tmp_path / name, **options)
+
+    train_ranks(2, "crossbert", words("whole"), tmp_path / "whole.out")
+    run_ranks(2, ["-m", "tests.faulty", "crossbert", "SIGKILL:1:8", *words("run")], tmp_path / "out")
+    train_ranks(2, "crossbert", words("run"), tmp_path / "again.out")
+    assert "at step 5" in (tmp_path / "run/train.log").read_text()
+    whole, run = (deterministic(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("whole", "run"))
+    assert run == whole
+
+
+def test_muon_refuses_copies_that_are_spread_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spread(nn.Parameter):
+        device_mesh = type("Mesh", (), {"shape": (2, 4)})
+
+    monkeypatch.setattr(optim, "DTensor", Spread)
+    net = nn.Linear(4, 4, bias=False)
+    net.weight = Spread(torch.ones(4, 4))
+    with pytest.raises(UserError, match=r"optim\.matrices=muon with 2 copies of the model, each on 4 ranks"):
+        Optimizer(net, OptimArgs(matrices="muon"), 1)
 
 
 def rewrite() -> None:

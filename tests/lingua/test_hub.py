@@ -394,17 +394,7 @@ def test_broken_sources_are_named(bert: tuple[Path, Path], crossbert: tuple[Path
 def test_what_cannot_be_exported_is_refused(bert: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is there already"):
         export(ExportArgs(ckpt=str(bert[0]), to=str(bert[1])))
-    run = make_run(tmp_path / "run", {"name": "bytes", "path": None, "pattern": None}, 261)
-    folder = resolve(run)
-    text = (folder / "config.yaml").read_text()
-    changed = text.replace("model:\n", "model:\n  qk_norm: true\n")
-    assert changed != text
-    (folder / "config.yaml").write_text(changed)
-    files = json.loads((folder / "COMPLETE").read_text())
-    import hashlib
-
-    files["config.yaml"] = {"bytes": len(changed), "sha256": hashlib.sha256(changed.encode()).hexdigest()}
-    (folder / "COMPLETE").write_text(json.dumps(files))
+    run = make_run(tmp_path / "run", {"name": "bytes", "path": None, "pattern": None}, 261, qk_norm=True)
     with pytest.raises(UserError, match=r"model\.qk_norm=True cannot be exported: the eurobert architecture"):
         export(ExportArgs(ckpt=str(run), to=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()

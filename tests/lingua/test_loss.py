@@ -69,3 +69,21 @@ def test_a_frozen_output_matrix_gets_no_gradient() -> None:
     cross_entropy(x, weight.detach(), targets, weights).loss.backward()
     assert x.grad is not None
     assert weight.grad is None
+
+
+@pytest.mark.parametrize("rows", [5, 700])
+def test_z_loss_equals_the_definition_with_its_gradients(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) * 2 for n in (rows, 30))
+    targets = torch.randint(0, 30, (rows,), generator=generator)
+    counts = (torch.rand(rows, generator=generator) < 0.8).double()
+    mine, theirs = ([x.clone().requires_grad_(), weight.clone().requires_grad_()] for _ in range(2))
+    found = cross_entropy(*mine, targets, counts, z_loss=0.03)
+    logits = theirs[0] @ theirs[1].T
+    log_z = logits.exp().sum(1).log()
+    expected = ((log_z - logits.gather(1, targets[:, None])[:, 0] + 0.03 * log_z**2) * counts).sum()
+    torch.testing.assert_close(found.loss, expected)
+    found.loss.backward()
+    expected.backward()
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

@@ -102,22 +102,48 @@ def test_a_step_equals_torchs_clipping_and_adamw(changes: dict[str, float]) -> N
         torch.testing.assert_close(mine, theirs)
 
 
+def test_muon_steps_equal_torchs_two_optimizers() -> None:
+    torch.manual_seed(0)
+    net, reference = Net(), Net()
+    reference.load_state_dict(net.state_dict())
+    args = OptimArgs(lr=0.1, min_lr=0.01, warmup=2, clip=0.5, matrices="muon", muon_momentum=0.8)
+    optimizer = Optimizer(net, args, steps=4)
+    decayed, others = parameter_groups(reference, 0.1)
+    muon = torch.optim.Muon(decayed["params"], weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([others], betas=(0.9, 0.95), eps=1e-8)
+    for step in range(1, 5):
+        set_gradients(net, 7.0)
+        optimizer.step(step, LossSum(torch.tensor(1.0), torch.tensor(7.0)))
+        set_gradients(reference, 1.0)
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        for part in (muon, adamw):
+            part.param_groups[0]["lr"] = learning_rate(step, 4, args)
+            part.step()
+        assert all(p.grad is None for p in net.parameters())
+    for mine, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert [id(p) for p in optimizer.muon.param_groups[0]["params"]] == [id(net.linear.weight)]
+
+
+@pytest.mark.parametrize("matrices", ["adamw", "muon"])
 @pytest.mark.parametrize("where", ["gradient nan", "gradient inf", "loss nan", "no targets"])
-def test_a_non_finite_step_changes_nothing(where: str) -> None:
+def test_a_non_finite_step_changes_nothing(where: str, matrices: str) -> None:
     torch.manual_seed(0)
     net = Net()
-    optimizer = Optimizer(net, OptimArgs(lr=0.1, warmup=0), steps=10)
+    optimizer = Optimizer(net, OptimArgs(lr=0.1, warmup=0, matrices=matrices), steps=10)
+    states = lambda: [state for part in optimizer.parts for state in part.state.values()]  # noqa: E731
     set_gradients(net, 1.0)
     optimizer.step(1, LossSum(torch.tensor(1.0), torch.tensor(1.0)))
     weights = [p.detach().clone() for p in net.parameters()]
-    moments = [{k: v.clone() for k, v in state.items()} for state in optimizer.adamw.state.values()]
+    moments = [{k: v.clone() for k, v in state.items()} for state in states()]
+    assert len(moments) == 4
     set_gradients(net, 1.0)
     loss = torch.tensor(float("nan") if where == "loss nan" else 1.0)
     if where.startswith("gradient"):
         net.linear.weight.grad[0, 0] = float(where.split()[1])
     optimizer.step(2, LossSum(loss, torch.tensor(0.0 if where == "no targets" else 1.0)))
     assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
-    for before, after in zip(moments, optimizer.adamw.state.values(), strict=True):
+    for before, after in zip(moments, states(), strict=True):
         assert all(torch.equal(before[key], after[key]) for key in before)
     assert int(optimizer.skipped) == 1
     set_gradients(net, 1.0)
@@ -143,6 +169,8 @@ def test_many_in_a_row_end_the_run_even_if_looked_at_later() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"matrices": "sgd"}, "optim.matrices=sgd: expected adamw or muon"),
+        ({"muon_momentum": 1.0}, "optim.muon_momentum=1.0"),
         ({"scheduler": "linear"}, "optim.scheduler=linear: expected cosine, wsd or constant"),
         ({"min_lr": 1.0}, "optim.min_lr=1.0: expected a number between 0 and optim.lr=0.0006"),
         ({"min_lr": math.nan}, "optim.min_lr=nan"),
