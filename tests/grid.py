@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,19 @@ def run(
     return {"losses": losses, "norms": norms, "weights": weights, "tied": tied}
 
 
+def watch_traffic(seen: Counter[str]) -> None:
+    """Count what FSDP gathers and reduces, by operation and precision."""
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        real = getattr(dist, name)
+
+        def call(*args: Any, name: str = name, real: Any = real, **given: Any) -> Any:
+            tensor = next(value for value in (*args, *given.values()) if isinstance(value, torch.Tensor))
+            seen[f"{name} {str(tensor.dtype).removeprefix('torch.')}"] += 1
+            return real(*args, **given)
+
+        setattr(dist, name, call)
+
+
 def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
     return {
         "losses": max(abs(x - y) for x, y in zip(a["losses"], b["losses"], strict=True)),
@@ -94,6 +108,8 @@ if __name__ == "__main__":
     out, modes = Path(sys.argv[1]), json.loads(sys.argv[2])
     world = start(60)
     plain: dict[tuple[str, str, str], dict[str, Any]] = {}
+    traffic: Counter[str] = Counter()
+    watch_traffic(traffic)
     results = []
     for mode in modes:
         app, dtype, compile = mode.pop("app"), mode.pop("dtype", "fp64"), mode.pop("compile", False)
@@ -105,8 +121,10 @@ if __name__ == "__main__":
             real, dist.is_initialized = dist.is_initialized, lambda: False
             plain[app, dtype, matrices] = run(app, alone, DistributedArgs(), kind, False, matrices)
             dist.is_initialized = real
+        traffic.clear()
         found = run(app, world, DistributedArgs(**mode), kind, compile, matrices)
-        results.append({**difference(found, plain[app, dtype, matrices]), "tied": found["tied"]})
+        far = difference(found, plain[app, dtype, matrices])
+        results.append({**far, "tied": found["tied"], "traffic": dict(traffic)})
     facts = {"the data": {"made_up": "same"}, "the code": {"sha256": "a" if world.is_first else "b"}}
     try:
         world.check_same(facts)

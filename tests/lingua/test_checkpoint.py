@@ -271,6 +271,21 @@ def test_what_somebody_reads_is_not_removed(tmp_path: Path, monkeypatch) -> None
     assert [folder.name[-1] for folder in checkpoint.complete_checkpoints(root)] == ["5"]
 
 
+def test_a_reader_goes_on_saying_that_it_reads(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint, "LEASE_SECONDS", 6)
+
+    def until() -> float:
+        return max((json.loads(text)["until"] for p in tmp_path.glob("IN_USE.*") if (text := p.read_text())), default=0)
+
+    with checkpoint.in_use(tmp_path):
+        while not (first := until()):
+            time.sleep(0.01)
+        while until() <= first:
+            time.sleep(0.1)
+            assert time.time() < first  # what it said last still holds
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_command_reads_every_byte(tmp_path: Path, capsys) -> None:
     net, optimizer = net_and_optimizer()
     write(tmp_path, 1, net, optimizer)

@@ -60,6 +60,15 @@ def test_parallel_modes_agree_with_the_plain_model_on_two_ranks(tmp_path: Path) 
         {"app": "electra_disentangled", "dp_shard": 2, "activation_checkpointing": "selective"},
     ]
     found = check_grid(2, modes, tmp_path)
+    traffic = [result["traffic"] for result in found["results"]]
+    # Embedding and norms together, and each block (two, and the predictor's), once in each of three steps.
+    assert [sum(n for name, n in t.items() if "reduce" in name) for t in traffic[:5]] == [0, 12, 12, 9, 9]
+    assert 0 < traffic[2]["all_gather_single float64"] < traffic[1]["all_gather_single float64"]  # kept, or dropped
+    assert traffic[4].keys() == {
+        "all_gather_single bfloat16",
+        "all_gather_single float32",
+        "reduce_scatter_single float32",
+    }
     assert "the ranks disagree on the code: sha256 is 'a' on rank 0" in found["said"]
     assert "'b' on rank 1" in found["said"]
     assert "disk_of_0: rank 1 does not see what rank 0 writes there" in found["unshared"]
