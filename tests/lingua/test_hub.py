@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from lingua.checkpoint import _load_tensors, read_state, resolve
@@ -22,6 +24,7 @@ from lingua.features import load_encoder
 from lingua.hub.export import ExportArgs, export, load_predictor
 from lingua.hub.exported import load_exported
 from lingua.hub.importing import ImportArgs, import_model
+from tests.lingua.test_watch import rewrite
 from tests.support import ROOT, environment, run_app, tiny_words
 from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
 
@@ -541,3 +544,15 @@ def test_what_an_objective_leaves_is_exported_honestly(corpus: Path, tmp_path: P
     import_model(ImportArgs(source=str(out), to=str(tmp_path / "back")))
     export(ExportArgs(ckpt=str(tmp_path / "back"), to=str(tmp_path / "again")))
     assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == ["EuroBertModel"]
+
+
+def test_the_longest_row_of_all_phases_is_the_models_length(bert: tuple[Path, Path], tmp_path: Path) -> None:
+    run = shutil.copytree(bert[0], tmp_path / "run")
+    folder = resolve(run)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["data"]["phases"] = [{"seq_len": None}, {"seq_len": 4 * config["data"]["seq_len"]}]
+    rewrite(folder / "config.yaml", yaml.safe_dump(config))
+    export(ExportArgs(ckpt=str(run), to=str(tmp_path / "out")))
+    written = [json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "tokenizer_config.json")]
+    longest = 4 * config["data"]["seq_len"]
+    assert (written[0]["max_position_embeddings"], written[1]["model_max_length"]) == (longest, longest)
