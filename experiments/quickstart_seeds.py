@@ -44,24 +44,25 @@ def main(args: SeedsArgs) -> None:
     for seed in args.seeds:
         run = {app: Path(args.runs) / str(seed) / app for app in ("bert", "crossbert")}
         for app, folder in run.items():
-            _module(
+            run_module(
                 f"apps.{app}.train", f"config=apps/{app}/configs/quickstart.yaml", f"dump_dir={folder}", f"seed={seed}"
             )
-            _module(f"apps.{app}.eval", f"config={PROBE}", f"ckpt={folder}")
-        _module("apps.bert.eval", f"config={PROBE}", f"ckpt={run['bert']}", "random_init=true")
+            run_module(f"apps.{app}.eval", f"config={PROBE}", f"ckpt={folder}")
+        run_module("apps.bert.eval", f"config={PROBE}", f"ckpt={run['bert']}", "random_init=true")
         seeds[seed] = {
-            "untrained": {"accuracy": _accuracies(run["bert"] / "eval/untrained")},
+            "untrained": {"accuracy": accuracies(run["bert"] / "eval/untrained")},
             **{app: _summary(folder) for app, folder in run.items()},
         }
     write_result(args.out, {"seeds": seeds, "bars": _bars(seeds), **environment("torch", "numpy", "sentencepiece")})
 
 
-def _module(name: str, *words: str) -> None:
+def run_module(name: str, *words: str) -> None:
+    """``python -m NAME WORDS``. Raises UserError if it fails."""
     if subprocess.run([sys.executable, "-m", name, *words]).returncode:
         raise UserError(f"python -m {name} {' '.join(words)} failed; its message is above")
 
 
-def _accuracies(folder: Path) -> list[float]:
+def accuracies(folder: Path) -> list[float]:
     """Honest accuracy of each layer, in per cent, the embedding first."""
     layers = json.loads((folder / "results.json").read_text())["tasks"]["pos"]["layers"]
     return [round(100 * layer["ridge"]["honest"]["accuracy"], 2) for layer in layers.values()]
@@ -72,7 +73,7 @@ def _summary(run: Path) -> dict[str, Any]:
     last = [record for record in records if "loss" in record][-1]
     validation = next(record for record in reversed(records) if "valid/english/loss@0.5" in record)
     return {
-        "accuracy": _accuracies(run / "eval" / resolve(run).name),
+        "accuracy": accuracies(run / "eval" / resolve(run).name),
         "validation": {key.partition("@")[2]: value for key, value in validation.items() if "@" in key},
         **{key: last[key] for key in ("step", "flops", "tokens", "data_tokens")},
     }
