@@ -556,3 +556,19 @@ def test_the_longest_row_of_all_phases_is_the_models_length(bert: tuple[Path, Pa
     written = [json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "tokenizer_config.json")]
     longest = 4 * config["data"]["seq_len"]
     assert (written[0]["max_position_embeddings"], written[1]["model_max_length"]) == (longest, longest)
+
+
+def test_a_predictor_with_switches_answers_after_export_as_before(tmp_path: Path) -> None:
+    switches = {"n_layers": 2, "self_attention": True, "mix_layers": True}
+    run = make_run(tmp_path / "run", {"name": "bytes", "path": None, "pattern": None}, 261, predictor=switches)
+    export(ExportArgs(ckpt=str(run), to=str(tmp_path / "out")))
+    found = load_exported(tmp_path / "out")
+    encoder = load_encoder(run).encoder
+    predictor = load_predictor(resolve(run), encoder, {"predictor": switches})
+    tokens, visible, hidden = torch.arange(20, 28)[None], torch.arange(0, 16, 2)[None], torch.arange(1, 16, 2)[None]
+    before, after = (
+        p(p.read(e, tokens, visible), visible, hidden)
+        for p, e in ((predictor, encoder), (found.predictor, found.encoder))
+    )
+    assert torch.equal(before, after)
+    assert len(found.fill("a <mask> c", top=3)[0]) == 3
