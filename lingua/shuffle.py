@@ -152,8 +152,8 @@ def _alone(work: Path, args: ShuffleArgs) -> Iterator[None]:
             raise UserError(
                 f"{work}: another process is at work on part={args.part} here; wait for it, or stop it"
             ) from None
-        except OSError:  # file systems without locks
-            pass
+        except OSError as error:  # file systems without locks
+            print(f"{work}: no lock ({error.strerror}): see to it that no other process works there", flush=True)
         yield
 
 

@@ -332,10 +332,12 @@ def join_words(words: Iterable[str]) -> str:
 
 
 def text_rows(texts: Iterable[str]) -> Rows:
+    """One row, ``{"text": ...}``, for each text that is not blank, stripped."""
     return [{"text": text.strip()} for text in texts if text.strip()]
 
 
 def csv_rows(data: bytes) -> list[dict[str, str]]:
+    """The rows of a UTF-8 CSV file by the names in its first line. Raises UnicodeDecodeError if it is not UTF-8."""
     return list(csv.DictReader(io.StringIO(data.decode("utf-8"), newline="")))
 
 
