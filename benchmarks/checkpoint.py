@@ -27,8 +27,8 @@ from benchmarks.common import environment, write_result
 from lingua.args import cli
 from lingua.distributed import pick_device
 from lingua.errors import UserError
+from lingua.evaluation.results import markdown_table
 from lingua.optim import OptimArgs, Optimizer
-from lingua.results import markdown_table
 from lingua.saving import CheckpointArgs, Checkpointer
 from lingua.transformer import Encoder, TransformerArgs, init_weights
 

@@ -2,9 +2,9 @@
 
 python -m benchmarks.costs [data=docs/results/data.json]
 
-Disk is what :mod:`lingua.estimate` says before it starts, for documents of 1,000 tokens with ids of 2 bytes. Time is
-tokens over the recorded rate of one process, as if it scaled with their number. What training reads from an object
-store is what its first epoch fetches: each shard once, in blocks.
+Disk is what :mod:`lingua.preparation.estimate` says before it starts, for documents of 1,000 tokens with ids of
+2 bytes. Time is tokens over the recorded rate of one process, as if it scaled with their number. What training reads
+from an object store is what its first epoch fetches: each shard once, in blocks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from statistics import median
 
 from lingua.args import cli
 from lingua.errors import UserError
-from lingua.estimate import Estimate, disk_needed
+from lingua.evaluation.results import markdown_table
+from lingua.preparation.estimate import Estimate, disk_needed
+from lingua.preparation.shuffle import ShuffleArgs
 from lingua.remote import BLOCK_BYTES
-from lingua.results import markdown_table
-from lingua.shuffle import ShuffleArgs
 
 CORPORA = {"10 billion": 10e9, "100 billion": 100e9, "4 trillion": 4e12}
 PROCESSES = {"1 process": 1, "16": 16, "64 machines of 16": 1024}

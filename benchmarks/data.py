@@ -31,7 +31,7 @@ from benchmarks.prepare import prepare_rate
 from lingua.args import cli
 from lingua.data import DataArgs, TokenStream
 from lingua.errors import UserError
-from lingua.results import markdown_table
+from lingua.evaluation.results import markdown_table
 from lingua.tokenizer import RobertaTokenizer, Tokenizer
 
 STREAM_BAR = 50e6  # tokens/s from warm files

@@ -10,9 +10,9 @@ import numpy as np
 from lingua.data import TokenStream
 from lingua.hashing import counter_hash
 from lingua.manifest import FORMAT_VERSION, Manifest
-from lingua.readers import ReaderArgs
-from lingua.shards import write_shard
-from lingua.shuffle import ShuffleArgs, shuffle
+from lingua.preparation.readers import ReaderArgs
+from lingua.preparation.shards import write_shard
+from lingua.preparation.shuffle import ShuffleArgs, shuffle
 from lingua.source import PERIOD
 from lingua.tokenizer import Tokenizer, TokenizerArgs
 

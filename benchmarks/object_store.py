@@ -28,9 +28,9 @@ from benchmarks.made_up import TOKENS_BYTES, epoch_rows, write_shards
 from lingua.args import cli
 from lingua.data import DataArgs, TokenStream
 from lingua.errors import UserError
+from lingua.evaluation.results import markdown_table
 from lingua.files import optional
 from lingua.remote import BLOCK_BYTES
-from lingua.results import markdown_table
 from lingua.tokenizer import RobertaTokenizer, Tokenizer
 
 READINGS = {  # name: epoch, share of the shards that the cache holds, is the cache empty

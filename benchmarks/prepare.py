@@ -18,8 +18,8 @@ import tiktoken
 from benchmarks.common import environment, write_result
 from lingua.args import cli
 from lingua.errors import UserError
-from lingua.readers import Document, ReaderArgs, documents
-from lingua.shuffle import ShuffleArgs, shuffle
+from lingua.preparation.readers import Document, ReaderArgs, documents
+from lingua.preparation.shuffle import ShuffleArgs, shuffle
 from lingua.tokenizer import RobertaTokenizer
 
 

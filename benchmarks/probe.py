@@ -3,9 +3,9 @@
     python -m benchmarks.probe out=FILE.json
 
 Ridge: our fit and predictions over the whole grid of penalties against fitting scikit-learn's ``Ridge`` penalty by
-penalty, both in float64 on the same rows. Neighbours: :func:`lingua.knn.nearest` against the products of the same
-queries with the same rows, alone. With ``glue=1``, which wants a GPU, also the whole of GLUE's sizes: random tokens of
-the right lengths through a 28 x 768 encoder, last layer, all probes of all tasks.
+penalty, both in float64 on the same rows. Neighbours: :func:`lingua.evaluation.knn.nearest` against the products of
+the same queries with the same rows, alone. With ``glue=1``, which wants a GPU, also the whole of GLUE's sizes: random
+tokens of the right lengths through a 28 x 768 encoder, last layer, all probes of all tasks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from benchmarks.common import environment, write_result
 from lingua.args import cli
 from lingua.distributed import pick_dtype, start
 from lingua.errors import UserError
-from lingua.feature_files import FeatureFiles
+from lingua.evaluation.feature_files import FeatureFiles
+from lingua.evaluation.knn import TILE_ROWS, nearest
+from lingua.evaluation.probe import ProbeArgs, probe
+from lingua.evaluation.ridge import RidgePath
 from lingua.features import TextEncoder
 from lingua.frozen import Sequences
-from lingua.knn import TILE_ROWS, nearest
-from lingua.probe import ProbeArgs, probe
-from lingua.ridge import RidgePath
 from lingua.tokenizer import RobertaTokenizer
 from lingua.transformer import Encoder, TransformerArgs, init_weights
 

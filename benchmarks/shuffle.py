@@ -21,8 +21,8 @@ from benchmarks.common import environment, write_result
 from lingua.args import cli
 from lingua.errors import UserError
 from lingua.manifest import load_manifest
-from lingua.readers import Document, ReaderArgs, documents
-from lingua.shuffle import STAGES, ShuffleArgs, shuffle
+from lingua.preparation.readers import Document, ReaderArgs, documents
+from lingua.preparation.shuffle import STAGES, ShuffleArgs, shuffle
 
 
 @dataclass
@@ -30,7 +30,7 @@ class ShuffleRateArgs:
     """A whole shuffle's tokens per second by number of worker processes."""
 
     out: str = "???"  # JSON file to write
-    text: str = "data/quickstart/raw/text/*.jsonl"  # any input of lingua.readers
+    text: str = "data/quickstart/raw/text/*.jsonl"  # any input of lingua.preparation.readers
     megabytes: int = 200  # of text, repeated as needed
     files: int = 8  # that the text is divided into
     memory_gb: float = 0.1  # for all workers
@@ -96,7 +96,9 @@ def processor_seconds() -> tuple[float, float]:
 
 def main(args: ShuffleRateArgs) -> None:
     """Measure and write the result."""
-    from lingua.results import markdown_table  # here, because workers import this module too, and it brings torch
+    from lingua.evaluation.results import (
+        markdown_table,  # here, because workers import this module too, and it brings torch
+    )
 
     result = shuffle_rate(args)
     write_result(args.out, {**environment("tiktoken", "numpy"), **result})

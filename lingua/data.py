@@ -1,6 +1,6 @@
 """The training stream: row ``i`` is a function of ``(config, seed, i)``, whoever asks for it.
 
-Token shards were shuffled when they were written (:mod:`lingua.shuffle`), so the first epoch reads them in
+Token shards were shuffled when they were written (:mod:`lingua.preparation.shuffle`), so the first epoch reads them in
 order. The position to resume from is one integer, the number of steps done; the same global batches come
 out on any number of ranks and with any accumulation.
 """

@@ -84,7 +84,7 @@ def list_files(pattern: str) -> list[InputFile]:
     found: dict[str, tuple[int, str]] = {}
     for part in (part.strip() for part in pattern.split(",")):
         if part.startswith("hf:") and not part.startswith("hf://"):
-            from lingua.columns import list_dataset
+            from lingua.preparation.columns import list_dataset
 
             found |= dict.fromkeys(list_dataset(part), (0, ""))
         elif part:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lingua.distributed import precision
 from lingua.errors import UserError
-from lingua.probe import check_finite
+from lingua.evaluation.probe import check_finite
 from lingua.progress import Progress
 
 # Pooled state [B, D] of padded states [B, S, D] and the mask [B, S] of real tokens, specials included.

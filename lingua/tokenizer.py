@@ -29,8 +29,8 @@ from lingua.args import cli
 from lingua.errors import UserError
 from lingua.files import list_files, write_atomically
 from lingua.hashing import counter_hash
+from lingua.preparation.readers import ReaderArgs, documents
 from lingua.progress import Progress
-from lingua.readers import ReaderArgs, documents
 
 KINDS = ("roberta", "sentencepiece", "tiktoken", "hf", "bytes")
 WITH_PATH = ("sentencepiece", "tiktoken", "hf")

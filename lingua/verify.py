@@ -12,8 +12,8 @@ from pathlib import Path
 from lingua.args import cli
 from lingua.errors import UserError
 from lingua.files import is_remote
-from lingua.languages import described
 from lingua.manifest import NAME, verify
+from lingua.preparation.languages import described
 
 
 @dataclass

@@ -22,8 +22,8 @@ from lingua.args import cli
 from lingua.download import fetch, list_repository
 from lingua.errors import UserError
 from lingua.hashing import text_hash
+from lingua.preparation.readers import ReaderArgs
 from lingua.progress import Progress
-from lingua.readers import ReaderArgs
 
 DATASETS = {  # name: repository, files in it
     "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "data/*.parquet"),

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script from a che
 from lingua.args import cli
 from lingua.errors import UserError
 from lingua.files import is_remote
-from lingua.languages import described
-from lingua.readers import ReaderArgs
-from lingua.shuffle import ShuffleArgs, shuffle
+from lingua.preparation.languages import described
+from lingua.preparation.readers import ReaderArgs
+from lingua.preparation.shuffle import ShuffleArgs, shuffle
 from lingua.upload import upload
 
 
@@ -33,7 +33,7 @@ class PrepareArgs(ShuffleArgs):
 
 
 def prepare(args: PrepareArgs) -> None:
-    """Prepare every source and print what came out. Raises UserError (:func:`lingua.shuffle.shuffle`)."""
+    """Prepare every source and print what came out. Raises UserError (:func:`lingua.preparation.shuffle.shuffle`)."""
     if not args.sources:
         raise UserError("no source: give sources.NAME.path=GLOB, or sources in the YAML file")
     if is_remote(args.out) != bool(args.work):

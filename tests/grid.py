@@ -31,8 +31,8 @@ from lingua.distributed import (
 from lingua.loss import add_up
 from lingua.masking import complementary_views, split_positions
 from lingua.optim import OptimArgs, Optimizer
+from lingua.predictor import PredictorArgs
 from lingua.storage import check_shared
-from lingua.transformer import PredictorArgs
 
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 200, "init_std": 0.1}
 ROWS, STEPS = 8, 3

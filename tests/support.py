@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from lingua.hashing import counter_hash
-from lingua.readers import ReaderArgs
-from lingua.shuffle import ShuffleArgs, shuffle
+from lingua.preparation.readers import ReaderArgs
+from lingua.preparation.shuffle import ShuffleArgs, shuffle
 
 ROOT = Path(__file__).parent.parent
 SUBJECTS = [

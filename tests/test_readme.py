@@ -18,7 +18,11 @@ def test_every_linked_file_exists() -> None:
 def test_the_tree_names_every_module_and_no_other() -> None:
     tree = TEXT.split("## The tree")[1].split("```")[1]
     named = set(re.findall(r"(\w+\.py)\b", tree.split("apps/bert/")[0]))
-    assert named == {path.name for path in (ROOT / "lingua").glob("*.py")} - {"__init__.py"}
+    top = {path.name for path in (ROOT / "lingua").glob("*.py")} - {"__init__.py"}
+    assert top - named == set()
+    assert named - {path.name for path in (ROOT / "lingua").rglob("*.py")} == set()
+    folders = {path.parent.name for path in (ROOT / "lingua").glob("*/__init__.py")}
+    assert folders == set(re.findall(r"^  (\w+)/", tree, flags=re.MULTILINE))
 
 
 def test_every_module_and_script_it_runs_exists() -> None:

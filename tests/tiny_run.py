@@ -11,9 +11,10 @@ import torch
 import yaml
 from torch import nn
 
+from lingua.predictor import Predictor, PredictorArgs
 from lingua.saving import save
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
-from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs, init_weights
+from lingua.transformer import Encoder, TransformerArgs, init_weights
 
 SENTENCES = [
     "The quick brown fox doesn't jump over the lazy dog .",

@@ -1,6 +1,6 @@
 """Probe a frozen BERT or ELECTRA: ``python -m apps.bert.eval ckpt=runs/bert tasks=glue`` (docs/evaluation.md).
 
-The work is :mod:`lingua.evaluate`'s, the same for every app. This adds the model: its parameter counts are
+The work is :mod:`lingua.evaluation.evaluate`'s, the same for every app. This adds the model: its parameter counts are
 reported, and a run of another app is refused.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 from apps.bert.electra import Electra, RtdArgs
 from apps.bert.model import Bert, BertArgs
 from lingua.args import build, cli
-from lingua.evaluate import EvalArgs, evaluate
+from lingua.evaluation.evaluate import EvalArgs, evaluate
 
 
 def run(args: EvalArgs) -> None:

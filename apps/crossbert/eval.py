@@ -1,14 +1,14 @@
 """Probe a frozen CrossBERT encoder: ``python -m apps.crossbert.eval ckpt=runs/x tasks=glue`` (docs/evaluation.md).
 
-The work is :mod:`lingua.evaluate`'s, the same for every app. This adds the model: parameters are counted with
-the predictor, per token and for the encoder alone, and a run of another app is refused.
+The work is :mod:`lingua.evaluation.evaluate`'s, the same for every app. This adds the model: parameters are counted
+with the predictor, per token and for the encoder alone, and a run of another app is refused.
 """
 
 from __future__ import annotations
 
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.args import cli
-from lingua.evaluate import EvalArgs, evaluate
+from lingua.evaluation.evaluate import EvalArgs, evaluate
 
 
 def run(args: EvalArgs) -> None:

@@ -10,7 +10,8 @@ from lingua.attention import document_mask
 from lingua.flops import ForwardFlops, block_flops, matrix_parameters, product_flops, stack_flops
 from lingua.loss import LossSum, cross_entropy
 from lingua.masking import View, documents, hidden_count, target_weights
-from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs, init_weights
+from lingua.predictor import Predictor, PredictorArgs
+from lingua.transformer import Encoder, TransformerArgs, init_weights
 
 
 @dataclass

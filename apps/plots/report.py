@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from lingua.args import cli, read_yaml
 from lingua.errors import UserError
+from lingua.evaluation.results import RESULTS, UNTRAINED, markdown_table, writable_folder, write_whole
 from lingua.metrics import read_metrics
-from lingua.results import RESULTS, UNTRAINED, markdown_table, writable_folder, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from typing import Any
 from lingua.features import TextEncoder
 from lingua.hub.vocabulary import special_names
 from lingua.metrics import read_metrics
+from lingua.predictor import Predictor
 from lingua.storage import is_local
-from lingua.transformer import Predictor
 
 PAPER = (
     "[Separating Representation from Reconstruction Enables Scalable Text Encoders](https://arxiv.org/abs/2607.04011)"

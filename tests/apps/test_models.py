@@ -12,7 +12,7 @@ from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.loss import LossSum
 from lingua.masking import View, complementary_views, mask_tokens, split_positions
-from lingua.transformer import PredictorArgs
+from lingua.predictor import PredictorArgs
 
 PAPER = Path(__file__).parent.parent / "paper"
 SPECIAL = (0, 1, 2, 3, 4)

@@ -9,7 +9,7 @@ import torch
 from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.masking import View
-from lingua.transformer import PredictorArgs
+from lingua.predictor import PredictorArgs
 
 SHAPE = {"dim": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 40, "init_std": 0.3}
 SHAPE |= {"norm_eps": 0.02, "rope_theta": 50.0}  # not the defaults

@@ -13,8 +13,9 @@ from apps.crossbert.model import CrossBertArgs
 from lingua.attention import attention, check_attention, document_mask, pack, round_up
 from lingua.errors import UserError
 from lingua.masking import documents, same_document
+from lingua.predictor import PredictorArgs
 from lingua.stats import attention_statistics
-from lingua.transformer import EncoderBlock, PredictorArgs, TransformerArgs, rotary_angles
+from lingua.transformer import EncoderBlock, TransformerArgs, rotary_angles
 from tests.support import run_app, tiny_words
 
 

@@ -20,7 +20,7 @@ from lingua.distributed import (
 )  # fmt: skip
 from lingua.errors import UserError
 from lingua.masking import split_positions
-from lingua.transformer import PredictorArgs
+from lingua.predictor import PredictorArgs
 from tests.ranks import free_port, run_ranks
 
 BOUNDS = {"fp64": 1e-9, "bf16": 2e-2}  # bf16: gathered norm weights are rounded, and sums come in another order

@@ -13,7 +13,7 @@ from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.distributed import DistributedArgs, World, parallelize
 from lingua.flops import ForwardFlops, device_peak, peak_flops, stack_flops, utilization
 from lingua.masking import complementary_views, split_positions
-from lingua.transformer import PredictorArgs
+from lingua.predictor import PredictorArgs
 
 SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 2, "vocab_size": 97}
 ROWS, SEQ = 4, 20

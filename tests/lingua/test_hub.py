@@ -24,7 +24,7 @@ from lingua.features import load_encoder
 from lingua.hub.export import ExportArgs, export, load_predictor
 from lingua.hub.exported import load_exported
 from lingua.hub.importing import ImportArgs, import_model
-from tests.lingua.test_watch import rewrite
+from tests.lingua.evaluation.test_watch import rewrite
 from tests.support import ROOT, environment, run_app, tiny_words
 from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
 

@@ -12,8 +12,8 @@ import pytest
 
 from lingua.manifest import verify
 from lingua.metrics import read_metrics
-from lingua.readers import ReaderArgs
-from lingua.shuffle import ShuffleArgs, shuffle
+from lingua.preparation.readers import ReaderArgs
+from lingua.preparation.shuffle import ShuffleArgs, shuffle
 from lingua.tokenizer import TokenizerArgs
 from tests.corpora import WRITERS, write_formats
 from tests.real_text import real_lines

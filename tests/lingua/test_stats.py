@@ -17,8 +17,9 @@ from lingua.attention import attention, document_mask
 from lingua.distributed import DistributedArgs, World, parallelize, start
 from lingua.errors import UserError
 from lingua.masking import View, complementary_views, split_positions
+from lingua.predictor import PredictorArgs
 from lingua.stats import Stats, StatsArgs, attention_statistics, parameter_statistics
-from lingua.transformer import PredictorArgs, rotary_angles
+from lingua.transformer import rotary_angles
 from tests.ranks import run_ranks
 
 SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 2, "vocab_size": 97, "init_std": 0.1}

@@ -7,10 +7,10 @@ import torch
 
 from apps.bert.model import Bert, BertArgs
 from lingua.errors import UserError
+from lingua.predictor import PredictorArgs
 from lingua.transformer import (
     CrossAttention,
     Encoder,
-    PredictorArgs,
     TransformerArgs,
     apply_rotary,
     ffn_width,

@@ -8,8 +8,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from lingua.errors import UserError
 from lingua.manifest import load_manifest
-from lingua.readers import ReaderArgs
-from lingua.shuffle import ShuffleArgs, shuffle
+from lingua.preparation.readers import ReaderArgs
+from lingua.preparation.shuffle import ShuffleArgs, shuffle
 from lingua.tokenizer import SPECIALS, RobertaTokenizer, TokenizerArgs, build_tokenizer
 from tests.corpora import write_jsonl
 from tests.real_text import ODD_TEXTS, real_lines

@@ -9,8 +9,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from lingua.manifest import load_manifest
-from lingua.readers import ReaderArgs
-from lingua.shuffle import ShuffleArgs, shuffle
+from lingua.preparation.readers import ReaderArgs
+from lingua.preparation.shuffle import ShuffleArgs, shuffle
 from lingua.tokenizer import TokenizerArgs
 from tests.corpora import write_parquet, write_zstd
 from tests.hub_server import COMMIT, HubServer
