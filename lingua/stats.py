@@ -177,6 +177,8 @@ def forward_statistics(
         if not is_block:
             handles.append(part.register_forward_pre_hook(enter(name)))
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if getattr(getattr(model, "encoder", None), "output", None) is not None:  # not tied
+        embedding = model.encoder.output
     if embedding is not None:  # the states that logits are made of come out of the child that runs last
         # (of an ELECTRA out of its generator, which is the part that predicts tokens).
         predicting = [model.generator] if hasattr(model, "generator") else model.children()

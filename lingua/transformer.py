@@ -1,7 +1,7 @@
 """The backbone: a pre-norm encoder, bidirectional but for its mask, and the layers that other models share with it.
 
-RMSNorm, RoPE (half-split layout, as in Hugging Face), SwiGLU, no biases, no dropout. Shapes are written
-as suffixes: B rows, S positions, M hidden positions, T positions of the keys, D width, H heads, K head size,
+RMSNorm, RoPE (half-split layout, as in Hugging Face), SwiGLU, no dropout, and no biases unless asked for. Shapes are
+written as suffixes: B rows, S positions, M hidden positions, T positions of the keys, D width, H heads, K head size,
 F feed-forward width, V vocabulary.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ from lingua.attention import BACKENDS, Mask, attention
 from lingua.errors import UserError, check_fields
 from lingua.hashing import counter_hash, text_hash
 
+BIASES = ("qkv", "wo", "ffn")  # layers that may have them
+
 
 @dataclass
 class TransformerArgs:
@@ -27,14 +29,18 @@ class TransformerArgs:
 
     dim: int = 768  # width of the residual stream
     n_layers: int = 28  # encoder blocks
-    n_heads: int = 12  # attention heads; dim / n_heads is the head size, an even number
+    n_heads: int = 12  # attention heads
     vocab_size: int = -1  # -1: that of the tokenizer
     ffn_dim: int = -1  # width of the feed-forward layers; -1: 8/3 of dim, rounded up to a multiple of 256 (the paper's)
+    n_kv_heads: int = -1  # heads of keys and values, each for several heads of queries (GQA); -1: n_heads
+    head_dim: int = -1  # channels of a head, an even number; -1: dim / n_heads
     rope_theta: float = 10000.0  # base of the rotary position frequencies (not in the paper)
     norm_eps: float = 1e-5  # epsilon of RMSNorm (not in the paper)
     init_std: float = 0.02  # standard deviation of every weight at the start (Appendix I)
     init_truncate: float = 0.0  # redraw weights beyond this many standard deviations; 0: keep all (not in the paper)
     init_residual: bool = False  # divide the std of wo and w2 by sqrt(2 layers), as GPT-2 does (not in the paper)
+    biases: list[str] = field(default_factory=list)  # which layers have them: of qkv, wo (attention's output) and ffn
+    tied: bool = True  # the embedding is the output matrix too; false: the output has its own
     qk_norm: bool = False  # RMSNorm of each head's queries and keys, against growing attention logits
     z_loss: float = 0.0  # in training: weight of the squared log-partition of the vocabulary softmax; 1e-4 is common
     attention: str = "auto"  # within documents: sdpa, flex, varlen or xformers; auto: flex on a GPU, sdpa on a CPU
@@ -44,6 +50,15 @@ class TransformerArgs:
             "dim": (self.dim >= 1, "at least 1"),
             "n_layers": (self.n_layers >= 1, "at least one block"),
             "n_heads": (self.n_heads >= 1, "at least 1"),
+            "n_kv_heads": (
+                self.n_kv_heads == -1 or (self.n_kv_heads >= 1 and self.n_heads % self.n_kv_heads == 0),
+                f"a divisor of n_heads={self.n_heads}, or -1",
+            ),
+            "head_dim": (
+                self.head_dim == -1 or (self.head_dim >= 2 and self.head_dim % 2 == 0),
+                "an even number (rotary positions turn pairs of channels), or -1 for dim / n_heads",
+            ),
+            "biases": (set(self.biases) <= set(BIASES), f"of {', '.join(BIASES)}"),
             "ffn_dim": (self.ffn_dim == -1 or self.ffn_dim >= 1, "at least 1, or -1 for the paper's"),
             "vocab_size": (self.vocab_size == -1 or self.vocab_size >= 1, "at least 1, or -1 for the tokenizer's"),
             "rope_theta": (0.0 < self.rope_theta < math.inf, "a finite number above 0"),
@@ -55,11 +70,22 @@ class TransformerArgs:
         check_fields("model", self, checks)
         if self.attention not in BACKENDS:
             raise UserError(f"model.attention={self.attention}: expected one of {', '.join(BACKENDS)}")
-        check_heads("model", self.dim, self.n_heads)
+        if self.head_dim == -1:
+            check_heads("model", self.dim, self.n_heads)
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.n_heads if self.head_dim == -1 else self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Channels of all heads together."""
+        return self.n_heads * self.head_size
 
     def head_sizes(self) -> list[int]:
         """Of all attention layers."""
-        return [self.dim // self.n_heads]
+        return [self.head_size]
 
 
 def check_heads(name: str, dim: int, n_heads: int) -> None:
@@ -119,21 +145,39 @@ class QKNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention with rotary positions; q, k and v come out of one product."""
+    """Multi-head self-attention with rotary positions; q, k and v come out of one product.
 
-    def __init__(self, dim: int, n_heads: int, qk_norm_eps: float | None = None) -> None:
+    Args:
+        n_kv_heads: heads of keys and values, fewer than ``n_heads`` or None.
+        head_dim: None: ``dim / n_heads``.
+        biases: of ``qkv`` and ``wo``, those that have one.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        qk_norm_eps: float | None = None,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        biases: Sequence[str] = (),
+    ) -> None:
         super().__init__()
-        self.n_heads, self.head_dim = n_heads, dim // n_heads
-        self.wqkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.wo = nn.Linear(dim, dim, bias=False)
+        self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
+        self.head_dim = head_dim or dim // n_heads
+        self.wqkv = nn.Linear(dim, (n_heads + 2 * self.n_kv_heads) * self.head_dim, bias="qkv" in biases)
+        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias="wo" in biases)
         self.qk_norm = None if qk_norm_eps is None else QKNorm(self.head_dim, qk_norm_eps)
 
     def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         B, S, _ = x_BSD.shape
-        qk, v = self.wqkv(x_BSD).view(B, S, 3 * self.n_heads, self.head_dim).split((2 * self.n_heads, self.n_heads), 2)
+        n_q, n_kv = self.n_heads, self.n_kv_heads
+        qk, v = self.wqkv(x_BSD).view(B, S, n_q + 2 * n_kv, self.head_dim).split((n_q + n_kv, n_kv), dim=2)
         if self.qk_norm is not None:
-            qk = torch.cat(self.qk_norm(*qk.chunk(2, dim=2)), dim=2)
-        q, k = apply_rotary(qk, *rotary).chunk(2, dim=2)
+            qk = torch.cat(self.qk_norm(*qk.split((n_q, n_kv), dim=2)), dim=2)
+        q, k = apply_rotary(qk, *rotary).split((n_q, n_kv), dim=2)
+        if n_kv != n_q:  # every backend knows heads of equal number
+            k, v = (x.repeat_interleave(n_q // n_kv, dim=2) for x in (k, v))
         out = attention(q, k, v, mask)
         return self.wo(out.reshape(B, S, -1))
 
@@ -172,11 +216,11 @@ class CrossAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: ``w2(silu(gate) * up)`` with gate and up from one product."""
 
-    def __init__(self, dim: int, width: int = -1) -> None:
+    def __init__(self, dim: int, width: int = -1, bias: bool = False) -> None:
         super().__init__()
         width = ffn_width(dim) if width == -1 else width
-        self.w13 = nn.Linear(dim, 2 * width, bias=False)
-        self.w2 = nn.Linear(width, dim, bias=False)
+        self.w13 = nn.Linear(dim, 2 * width, bias=bias)
+        self.w2 = nn.Linear(width, dim, bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         gate, up = self.w13(x_BSD).chunk(2, dim=-1)
@@ -189,9 +233,11 @@ class EncoderBlock(nn.Module):
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = SelfAttention(args.dim, args.n_heads, args.norm_eps if args.qk_norm else None)
+        qk_norm_eps = args.norm_eps if args.qk_norm else None
+        n_kv_heads = args.n_heads if args.n_kv_heads == -1 else args.n_kv_heads
+        self.attention = SelfAttention(args.dim, args.n_heads, qk_norm_eps, n_kv_heads, args.head_size, args.biases)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.ffn = FeedForward(args.dim, args.ffn_dim)
+        self.ffn = FeedForward(args.dim, args.ffn_dim, "ffn" in args.biases)
 
     def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, mask)
@@ -199,7 +245,7 @@ class EncoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Token embedding, bidirectional blocks, final norm. The embedding is also the output matrix."""
+    """Token embedding, bidirectional blocks, final norm. The embedding is also the output matrix, if it is tied."""
 
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
@@ -207,6 +253,13 @@ class Encoder(nn.Module):
         self.embedding = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(EncoderBlock(args) for _ in range(args.n_layers))
         self.norm = RMSNorm(args.dim, eps=args.norm_eps)
+        # A vector a token, which the optimizer treats as it does the embedding's.
+        self.output = None if args.tied else nn.Embedding(args.vocab_size, args.dim)
+
+    @property
+    def output_VD(self) -> Tensor:
+        """The output matrix."""
+        return (self.embedding if self.output is None else self.output).weight
 
     def states(
         self,
@@ -218,7 +271,7 @@ class Encoder(nn.Module):
         """Yield the residual stream [B, S, D] before the first block and after each, without final norm."""
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        rotary = rotary_angles(positions, self.args.dim // self.args.n_heads, self.args.rope_theta)
+        rotary = rotary_angles(positions, self.args.head_size, self.args.rope_theta)
         x_BSD = self.embedding(tokens_BS)
         if base_VD is not None:
             x_BSD = x_BSD + F.embedding(tokens_BS, base_VD)
@@ -282,7 +335,7 @@ class Encoder(nn.Module):
 
 @torch.no_grad()
 def init_weights(model: nn.Module, args: TransformerArgs, seed: int) -> None:
-    """Normal(0, ``init_std``) for matrices, embeddings and vectors; ones for norms, zeros for mixes of layers.
+    """Normal(0, ``init_std``) for matrices, embeddings and vectors; ones for norms, zeros for biases and mixes.
 
     A function of ``seed`` alone.
 
@@ -300,7 +353,7 @@ def init_weights(model: nn.Module, args: TransformerArgs, seed: int) -> None:
         if id(parameter) in norms:
             parameter.fill_(1.0)
             continue
-        if id(parameter) in mixes:
+        if id(parameter) in mixes or name.endswith(".bias"):
             parameter.zero_()
             continue
         generator = torch.Generator().manual_seed(counter_hash(seed, text_hash(name)) & ((1 << 63) - 1))

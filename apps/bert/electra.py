@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from apps.bert.model import BertArgs, attention_mask
 from lingua.attention import Mask
 from lingua.distributed import all_sum
-from lingua.errors import check_fields
+from lingua.errors import UserError, check_fields
 from lingua.flops import ForwardFlops, block_flops, matrix_parameters, product_flops, stack_flops
 from lingua.hashing import counter_hash
 from lingua.loss import cross_entropy, sample_tokens
@@ -46,11 +46,19 @@ class RtdArgs:
 
     def generator(self, encoder: TransformerArgs) -> TransformerArgs:
         """Shape of the generator beside such an encoder. Raises UserError if its heads do not fit."""
+        if not encoder.tied:
+            raise UserError("model.tied=false goes without objective=rtd: the generator predicts through the embedding")
         dim = encoder.dim if self.dim == -1 else self.dim
         n_heads = encoder.n_heads if self.n_heads == -1 else self.n_heads
-        check_heads("rtd", dim, n_heads)
+        same_heads = dim == encoder.dim and n_heads == encoder.n_heads
+        n_kv_heads, head_dim = (encoder.n_kv_heads, encoder.head_dim) if same_heads else (-1, -1)
+        if head_dim == -1:
+            check_heads("rtd", dim, n_heads)
         ffn_dim = encoder.ffn_dim if self.ffn_dim == -1 and dim == encoder.dim else self.ffn_dim
-        return dataclasses.replace(encoder, dim=dim, n_layers=self.n_layers, n_heads=n_heads, ffn_dim=ffn_dim)
+        return dataclasses.replace(
+            encoder, dim=dim, n_layers=self.n_layers, n_heads=n_heads, ffn_dim=ffn_dim,
+            n_kv_heads=n_kv_heads, head_dim=head_dim,
+        )  # fmt: skip
 
 
 class RtdLoss(NamedTuple):
@@ -95,7 +103,7 @@ class Generator(nn.Module):
     def forward(self, inputs_BS: Tensor, embedding_VD: Tensor, hidden_BM: Tensor, mask: Mask | None) -> Tensor:
         """States [B, M, D] of the encoder's width at the masked positions, ready for the output matrix."""
         positions = torch.arange(inputs_BS.shape[1], device=inputs_BS.device)
-        rotary = rotary_angles(positions, self.args.dim // self.args.n_heads, self.args.rope_theta)
+        rotary = rotary_angles(positions, self.args.head_size, self.args.rope_theta)
         x_BSD = self.into(F.embedding(inputs_BS, embedding_VD))
         for layer in self.layers:
             x_BSD = layer(x_BSD, rotary, mask)
@@ -196,14 +204,14 @@ class Electra(nn.Module):
 
     def flops_per_token(self, seq_len: int) -> float:
         """The paper's F for training, per token: generator and discriminator both read the whole row."""
-        generator = block_flops(self.generator.layers, self.generator.args.dim, seq_len)
-        return block_flops(self.encoder.layers, self.args.dim, seq_len) + generator
+        generator = block_flops(self.generator.layers, self.generator.args.attention_width, seq_len)
+        return block_flops(self.encoder.layers, self.args.attention_width, seq_len) + generator
 
     def row_flops(self, seq_len: int, hidden_ratio: float) -> ForwardFlops:
         """What the forward pass of one row costs the hardware, without the logits that samples are drawn from again."""
         hidden = hidden_count(seq_len, hidden_ratio)
-        total = stack_flops(self.encoder.layers, self.args.dim, seq_len)
-        total += stack_flops(self.generator.layers, self.generator.args.dim, seq_len)
+        total = stack_flops(self.encoder.layers, self.args.attention_width, seq_len)
+        total += stack_flops(self.generator.layers, self.generator.args.attention_width, seq_len)
         total += product_flops(self.encoder.embedding.weight.shape, hidden)
         if isinstance(self.generator.into, nn.Linear):
             total += product_flops(self.generator.into.weight.shape, seq_len)

@@ -1,4 +1,4 @@
-"""BERT: masked language modelling, or next-token prediction, with the encoder's own embedding as output matrix."""
+"""BERT: masked language modelling, or next-token prediction, with the encoder's embedding (or output matrix)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BertArgs(TransformerArgs):
 
 
 class Bert(nn.Module):
-    """A flat encoder that predicts masked tokens, or each next one, through its own (tied) embedding.
+    """A flat encoder that predicts masked tokens, or each next one, through its embedding or output matrix.
 
     Args:
         args: shape, with ``vocab_size`` set.
@@ -62,7 +62,7 @@ class Bert(nn.Module):
         weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
         return cross_entropy(
             x_BMD.flatten(0, 1),
-            self.encoder.embedding.weight,
+            self.encoder.output_VD,
             targets_BM.flatten(),
             weights_BM.flatten(),
             self.args.z_loss if self.training else 0.0,
@@ -70,7 +70,7 @@ class Bert(nn.Module):
 
     def flops_per_token(self, seq_len: int) -> float:
         """The paper's F for training, per token. Causal attention counts as any other."""
-        return block_flops(self.encoder.layers, self.args.dim, seq_len)
+        return block_flops(self.encoder.layers, self.args.attention_width, seq_len)
 
     def row_flops(self, seq_len: int, hidden_ratio: float | None) -> ForwardFlops:
         """What the forward pass of one row costs the hardware, logits at the predicted positions included.
@@ -79,8 +79,8 @@ class Bert(nn.Module):
             hidden_ratio: None if each next token is predicted. Causal attention is counted over all pairs.
         """
         predicted = seq_len - 1 if hidden_ratio is None else hidden_count(seq_len, hidden_ratio)
-        blocks = stack_flops(self.encoder.layers, self.args.dim, seq_len)
-        return blocks + product_flops(self.encoder.embedding.weight.shape, predicted)
+        blocks = stack_flops(self.encoder.layers, self.args.attention_width, seq_len)
+        return blocks + product_flops(self.encoder.output_VD.shape, predicted)
 
     def parameter_counts(self) -> dict[str, int]:
         """Weights in matrices: ``full``, used ``per_token``, and of the ``encoder`` that is kept. All equal here."""

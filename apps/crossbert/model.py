@@ -28,7 +28,7 @@ class CrossBertArgs(TransformerArgs):
 
 
 class CrossBert(nn.Module):
-    """Encoder, predictor, and the embedding as the output matrix of both.
+    """Encoder, predictor, and the embedding (or an output matrix of its own) to predict tokens with.
 
     Args:
         args: shape, with ``vocab_size`` set.
@@ -78,7 +78,7 @@ class CrossBert(nn.Module):
         weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
         return cross_entropy(
             x_BMD.flatten(0, 1),
-            self.encoder.embedding.weight,
+            self.encoder.output_VD,
             targets_BM.flatten(),
             weights_BM.flatten(),
             self.args.z_loss if self.training else 0.0,
@@ -94,7 +94,7 @@ class CrossBert(nn.Module):
         predictor costs nothing at hidden positions that it does not predict.
         """
         ratio = 0.5 if complementary else hidden_ratio
-        encoder = block_flops(self.encoder.layers, self.args.dim, seq_len)
+        encoder = block_flops(self.encoder.layers, self.args.attention_width, seq_len)
         width, args = len(self.predictor.mask_vector), self.args.predictor
         predictor = block_flops(self.predictor.layers, width, seq_len)
         if args.self_attention:
@@ -114,12 +114,12 @@ class CrossBert(nn.Module):
         total = ForwardFlops()
         for masked in (hidden, seq_len - hidden) if complementary else (hidden,):
             visible = seq_len - masked
-            total += stack_flops(self.encoder.layers, self.args.dim, visible)
+            total += stack_flops(self.encoder.layers, self.args.attention_width, visible)
             predicted = max(1, round(masked * predicted_share))
             total += stack_flops(self.predictor.layers, width, predicted, keys=visible)
             if args.self_attention:
                 total += ForwardFlops(attention=4 * width * args.n_layers * predicted**2)
-            total += product_flops(self.encoder.embedding.weight.shape, predicted)
+            total += product_flops(self.encoder.output_VD.shape, predicted)
             if isinstance(self.predictor.out, nn.Linear):
                 total += product_flops(self.predictor.out.weight.shape, predicted)
         return total
@@ -128,7 +128,8 @@ class CrossBert(nn.Module):
         """Weights in matrices.
 
         ``full``: encoder, predictor and embedding; ``per_token``: half of that, the average that touches a token
-        at ratio 0.5 (what Table 11 prints); ``encoder``: what is kept after training, with the embedding.
+        at ratio 0.5 (what Table 11 prints); ``encoder``: what is kept after training, with the
+        embedding, and the output matrix if that is another.
         """
         full = matrix_parameters(self)
         return {"full": full, "per_token": full // 2, "encoder": matrix_parameters(self.encoder)}
