@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +11,14 @@ from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.loss import LossSum
 from lingua.masking import View, complementary_views, mask_tokens, split_positions
+from lingua.paper import FOLDER
 from lingua.predictor import PredictorArgs
 
-PAPER = Path(__file__).parent.parent / "paper"
 SPECIAL = (0, 1, 2, 3, 4)
 
 
 def paper_rows(name: str) -> list[dict[str, str]]:
-    with (PAPER / f"{name}_models.csv").open() as file:
+    with (FOLDER / f"{name}_models.csv").open() as file:
         return list(csv.DictReader(file))
 
 
