@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lingua.attention import CAUSAL
 from lingua.checkpoint import load_encoder_weights, read_state, resolve
 from lingua.errors import UserError
-from lingua.frozen import FrozenEncoder, Sequences, check_texts, check_words, usable_device
+from lingua.frozen import FrozenEncoder, NoTokenError, Sequences, check_texts, check_words, usable_device
 from lingua.resume import check_tokenizer
 from lingua.storage import as_path
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer, prefer_copy
@@ -56,7 +56,7 @@ class TextEncoder(FrozenEncoder):
         rows = list(zip(*(self.tokenizer.encode_batch(list(side)) for side in sides), strict=True))
         for index, row in enumerate(rows):
             if not any(len(ids) for ids in row):
-                raise UserError(f"text {index} ({texts[index]!r}) has no token: remove it or give it content")
+                raise NoTokenError(index, texts[index])
         room = self.max_length - 2 * len(sides)
         truncated = sum(sum(map(len, row)) > room for row in rows)
         return Sequences([self._sequence(*row) for row in rows], truncated=truncated)

@@ -27,6 +27,18 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 MIN_REAL = 0.9  # least fraction of real tokens in a batch
 
 
+class NoTokenError(UserError):
+    """A text without any token.
+
+    Attributes:
+        index: its place among the texts.
+    """
+
+    def __init__(self, index: int, text: str) -> None:
+        super().__init__(f"text {index} ({text!r}) has no token: remove it or give it content")
+        self.index = index
+
+
 @dataclass
 class Sequences:
     """Texts as a model reads them."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lingua.errors import UserError
-from lingua.frozen import FrozenEncoder, Sequences, check_texts, check_words, usable_device
+from lingua.frozen import FrozenEncoder, NoTokenError, Sequences, check_texts, check_words, usable_device
 
 DEFAULT_LENGTH = 512  # tokens, where the model can take as many: the paper's row length
 # What follows the last block, as a child of the model: ModernBERT, EuroBERT and Llama's relatives, NeoBERT.
@@ -49,7 +49,7 @@ class HFEncoder(FrozenEncoder):
         specials = self.tokenizer.num_special_tokens_to_add(pair=pairs is not None)
         for index, ids in enumerate(found.ids):
             if len(ids) <= specials:
-                raise UserError(f"text {index} ({texts[index]!r}) has no token: remove it or give it content")
+                raise NoTokenError(index, texts[index])
             if len(ids) > self.max_length:
                 cut = self._tokens(texts[index], None if pairs is None else pairs[index], truncation=True)
                 found.truncated += 1
