@@ -238,17 +238,22 @@ class FrozenEncoder(abc.ABC):
 
     def weights_digest(self) -> bytes:
         """Hash of the model's weights, names and precision of computation."""
-        digest = hashlib.sha256(str(self.dtype).encode())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            tensor = tensor.detach().cpu().contiguous()
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-        return digest.digest()
+        return weights_digest(self.model, self.dtype)
 
     def _padded(self, rows: list[np.ndarray], padding: int) -> tuple[Tensor, Tensor]:
         lengths_B = torch.tensor([len(row) for row in rows], device=self.device)
         tensors = [torch.from_numpy(np.asarray(row, dtype=np.int64)) for row in rows]
         return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=padding).to(self.device), lengths_B
+
+
+def weights_digest(model: nn.Module, dtype: torch.dtype) -> bytes:
+    """Hash of a model's weights and names, and of the precision it computes in."""
+    digest = hashlib.sha256(str(dtype).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        tensor = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
 
 
 def check_texts(texts: Sequence[str]) -> None:
