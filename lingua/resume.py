@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from lingua.args import defaults, read_yaml, to_dict
 from lingua.errors import UserError
 from lingua.tokenizer import Tokenizer, TokenizerArgs
+from lingua.transformer import TransformerArgs
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,31 @@ def check_code(checkpoint: Path, state: dict[str, Any]) -> None:
     """Say it in the log if other code wrote the checkpoint."""
     if state.get("code") not in (None, code_version()):
         log.warning("%s was written by other code than this; the run may not go on bit by bit", checkpoint)
+
+
+def check_init(checkpoint: Path, model: TransformerArgs, fresh: list[str]) -> None:
+    """Compare what an encoder computes with that of the checkpoint it starts from, where shapes of weights do not tell.
+
+    Other positions or another epsilon are said in the log: a model may be meant to learn longer rows.
+
+    Raises:
+        UserError: other heads.
+    """
+    if "encoder" in fresh:
+        return
+    found = read_yaml(checkpoint / "config.yaml")["model"]
+    fields = TransformerArgs.__dataclass_fields__
+    theirs = TransformerArgs(**{key: value for key, value in found.items() if key in fields})
+    for name in ("n_heads", "head_size"):
+        if getattr(theirs, name) != getattr(model, name):
+            raise UserError(
+                f"init.path: the encoder of {checkpoint} has {theirs.n_heads} heads of {theirs.head_size}, this config "
+                f"means {model.n_heads} of {model.head_size}: use the `model` section of its config.yaml"
+            )
+    for name in ("rope_theta", "norm_eps"):
+        if getattr(theirs, name) != getattr(model, name):
+            was, now = getattr(theirs, name), getattr(model, name)
+            log.warning("starting from %s with model.%s=%s instead of %s", checkpoint, name, now, was)
 
 
 def check_data(checkpoint: Path, state: dict[str, Any], fingerprints: dict[str, str], allowed: list[str]) -> None:

@@ -146,8 +146,9 @@ class Run:
             resume.check_config(self._own, args)
             resume.check_code(self._own, state)
             start = Position(**state["stream_start"])
-        elif args.init.position:
-            start = Position(**state["stream_end"])
+        elif source is not None:
+            resume.check_init(source, args.model, args.init.fresh)
+            start = Position(**state["stream_end"]) if args.init.position else None
         rows = args.batch_tokens // (self.views * args.data.seq_len)
         self.stream = TokenStream(
             args.data, self.tokenizer, args.seed, rows, args.micro_rows, world.rank, world.size, self.views, start

@@ -17,6 +17,13 @@ PAPER = (
 )
 
 
+# What each architecture needs to look both ways.
+VERSIONS = {
+    "eurobert": " since version 5",
+    "qwen3": " (both ways by `is_causal: false` in its config; tried with version 5.24)",
+}
+
+
 def model_card(
     name: str,
     license: str | None,
@@ -25,6 +32,7 @@ def model_card(
     run: Path,
     step: int,
     objective: str | None = None,
+    architecture: str = "eurobert",
 ) -> str:
     """Markdown with the metadata the hub reads: what it is, how it was trained, how to use it, its scores.
 
@@ -32,6 +40,7 @@ def model_card(
         run: the run folder.
         step: of the checkpoint that is exported.
         objective: that the checkpoint says it was trained for.
+        architecture: of ``transformers``, that it is exported as.
     """
     masked_lm = predictor is None and objective != "rtd"
     kind = "BERT (masked language modelling)" if masked_lm else "the encoder of a CrossBERT"
@@ -39,14 +48,15 @@ def model_card(
         kind = "the discriminator of an ELECTRA (replaced token detection)"
     metadata = ["library_name: transformers"]
     metadata += [f"license: {license}"] if license else []
-    metadata += [f"pipeline_tag: {'fill-mask' if masked_lm else 'feature-extraction'}"]
+    fills_masks = masked_lm and architecture == "eurobert"  # there is no Qwen3 for masked language modelling
+    metadata += [f"pipeline_tag: {'fill-mask' if fills_masks else 'feature-extraction'}"]
     metadata += ["tags:", "- feature-extraction", "- sentence-transformers"]
     parts = [
         "---\n" + "\n".join(metadata) + "\n---",
         f"# {name}",
-        f"A text encoder: {kind}, pretrained as in {PAPER}. The architecture is `eurobert`, which `transformers` "
-        "has since version 5: no remote code is needed.",
-        _usage(name, loaded, masked_lm, predictor is not None),
+        f"A text encoder: {kind}, pretrained as in {PAPER}. The architecture is `{architecture}`, which "
+        f"`transformers` has{VERSIONS[architecture]}: no remote code is needed.",
+        _usage(name, loaded, masked_lm, predictor is not None, architecture),
         "## Shape\n\n" + _table(_shape(loaded, predictor)),
         "## Training\n\n" + _table(_training(loaded.config, run, step)),
         "Embeddings are means over all tokens of the last layer, after its norm; the encoder was not trained for "
@@ -58,17 +68,22 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _usage(name: str, loaded: TextEncoder, masked_lm: bool, has_predictor: bool) -> str:
+def _usage(name: str, loaded: TextEncoder, masked_lm: bool, has_predictor: bool, architecture: str) -> str:
     mask = special_names(loaded.tokenizer)["mask"]
+    head = "AutoModelForCausalLM" if masked_lm and architecture == "qwen3" else "pipeline"
     lines = [
         "from sentence_transformers import SentenceTransformer",
-        "from transformers import AutoModel, AutoTokenizer, pipeline",
+        f"from transformers import AutoModel, AutoTokenizer, {head}",
         "",
         f'tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModel.from_pretrained("{name}")',
         'states = model(**tokenizer("some text", return_tensors="pt")).last_hidden_state',
         f'vectors = SentenceTransformer("{name}").encode(["some text", "and more"])  # means over tokens',
     ]
-    if masked_lm:
+    if masked_lm and architecture == "qwen3":
+        lines.append(
+            f'logits = AutoModelForCausalLM.from_pretrained("{name}")  # of each position itself, seen both ways'
+        )
+    elif masked_lm:
         lines.append(f'pipeline("fill-mask", "{name}")("The cat {mask} on the mat.")')
     text = "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
     if not masked_lm:
@@ -83,7 +98,7 @@ def _shape(loaded: TextEncoder, predictor: Predictor | None) -> dict[str, Any]:
     rows = {
         "layers": args.n_layers,
         "width": args.dim,
-        "heads": args.n_heads,
+        "heads": args.n_heads if args.n_kv_heads == -1 else f"{args.n_heads}, of keys and values {args.n_kv_heads}",
         "feed-forward width": loaded.encoder.layers[0].ffn.w2.in_features,
         "vocabulary": f"{args.vocab_size:,} ({loaded.tokenizer.kind})",
         "parameters of the encoder": f"{sum(p.numel() for p in loaded.encoder.parameters()):,}",

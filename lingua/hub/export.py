@@ -17,15 +17,17 @@ from lingua import checkpoint
 from lingua.errors import UserError
 from lingua.features import load_encoder, run_folder
 from lingua.files import optional
+from lingua.hub.architectures import EXPRESSED, architecture, transformers_config
 from lingua.hub.card import model_card
 from lingua.hub.vocabulary import special_names, to_library
-from lingua.hub.weights import EXPRESSED, NEUTRAL, eurobert_config, to_eurobert
+from lingua.hub.weights import to_transformers
 from lingua.predictor import Predictor, PredictorArgs
 from lingua.tokenizer import Tokenizer, save_copy
-from lingua.transformer import Encoder
+from lingua.transformer import Encoder, TransformerArgs
 
 OURS = "lingua.json"  # what our own loader needs beyond the rest
 ORIGINAL_TOKENIZER = "lingua_tokenizer"  # folder of the files that the run's tokenizer was read from
+OUTPUT = "output.weight"  # beside a predictor: its output matrix, if that is not the embedding
 FORMAT = 1  # of OURS
 
 
@@ -49,8 +51,8 @@ def export(args: ExportArgs) -> None:
     """Write the folder, and push it if asked.
 
     Raises:
-        UserError: no usable checkpoint, something that the eurobert architecture or tokenizer.json cannot express, a
-            folder that has files already, or a hub that refuses.
+        UserError: no usable checkpoint, something that no architecture of transformers or no tokenizer.json can
+            express, a folder that has files already, or a hub that refuses.
     """
     to = Path(args.to)
     check_new(to)
@@ -61,15 +63,16 @@ def export(args: ExportArgs) -> None:
         config, state = loaded.config, checkpoint.read_state(folder)
         objective = state.get("objective")
         _check_expressed(config["model"], objective, str(folder))
+        kind = architecture(loaded.encoder.args, str(folder))
         predictor = load_predictor(folder, loaded.encoder, config["model"])
     library = to_library(loaded.tokenizer)
     run = run_folder(args.ckpt, folder)
     name = args.name or to.resolve().name
-    card = model_card(name, args.license, loaded, predictor, run, state["step"], objective)
+    card = model_card(name, args.license, loaded, predictor, run, state["step"], objective, kind)
     with whole_or_not(to) as partial:
-        _write(partial, loaded.encoder, predictor, loaded.tokenizer, library, config, state)
+        _write(partial, kind, loaded.encoder, predictor, loaded.tokenizer, library, config, state)
         (partial / "README.md").write_text(card)
-    print(f"{to}: written; AutoModel.from_pretrained({str(to)!r}) loads it")
+    print(f"{to}: written as {kind}; AutoModel.from_pretrained({str(to)!r}) loads it")
     if args.push is not None:
         push(to, args.push, args.private)
 
@@ -98,14 +101,15 @@ def whole_or_not(to: Path) -> Iterator[Path]:
 def _check_expressed(model: dict[str, Any], objective: str | None, where: str) -> None:
     if objective == "clm":
         raise UserError(
-            f"{where}: was trained to predict each next token (objective=clm), with causal attention; the eurobert "
-            "architecture looks both ways and would compute something else. Train it on with objective=mlm first"
+            f"{where}: was trained to predict each next token (objective=clm), with causal attention; what is exported "
+            "looks both ways and would compute something else. Train it on with objective=mlm first"
         )
-    unknown = sorted(key for key in set(model) - EXPRESSED if key not in NEUTRAL or model[key] != NEUTRAL[key])
+    neutral = asdict(TransformerArgs())  # a field that does nothing has its default
+    unknown = sorted(key for key in set(model) - EXPRESSED if key not in neutral or model[key] != neutral[key])
     if unknown:
         raise UserError(
-            f"{where}: model.{unknown[0]}={model[unknown[0]]} cannot be exported: the eurobert architecture of "
-            "transformers has nothing of the kind"
+            f"{where}: model.{unknown[0]}={model[unknown[0]]} cannot be exported: the architectures of transformers "
+            "that are exported as have nothing of the kind"
         )
 
 
@@ -120,6 +124,7 @@ def load_predictor(folder: Path, encoder: Encoder, model: dict[str, Any]) -> Pre
 
 def _write(
     to: Path,
+    kind: str,
     encoder: Encoder,
     predictor: Predictor | None,
     tokenizer: Tokenizer,
@@ -131,10 +136,11 @@ def _write(
     longest = max(data["seq_len"], *(phase.get("seq_len") or 0 for phase in data.get("phases") or [{}]))
     ids = {role: getattr(tokenizer, f"{role}_id") for role in ("bos", "pad", "eos", "mask")}
     masked_lm = predictor is None and state.get("objective") != "rtd"
-    _write_json(to / "config.json", eurobert_config(encoder.args, longest, ids, masked_lm))
-    _write_weights(to / "model.safetensors", to_eurobert(encoder), "model." if masked_lm else "")
+    _write_json(to / "config.json", transformers_config(encoder.args, kind, longest, ids, masked_lm))
+    _write_weights(to / "model.safetensors", to_transformers(encoder, masked_lm))
     if predictor is not None:
-        _write_weights(to / "predictor.safetensors", predictor.state_dict())
+        own_output = {} if encoder.args.tied else {OUTPUT: encoder.output_VD.detach()}
+        _write_weights(to / "predictor.safetensors", predictor.state_dict() | own_output)
 
     names = special_names(tokenizer)
     library.save(str(to / "tokenizer.json"))
@@ -178,10 +184,10 @@ def _write(
     save_copy(tokenizer, to / ORIGINAL_TOKENIZER)
 
 
-def _write_weights(path: Path, weights: dict[str, Tensor], prefix: str = "") -> None:
+def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    whole = {prefix + name: weight.to(torch.float32).contiguous() for name, weight in weights.items()}
+    whole = {name: weight.to(torch.float32).contiguous() for name, weight in weights.items()}
     save_file(whole, path, metadata={"format": "pt"})
     shutil.copymode(path.with_name("config.json"), path)  # it would be readable by its owner alone
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from lingua.errors import UserError
-from lingua.hub.export import FORMAT, ORIGINAL_TOKENIZER, OURS
+from lingua.hub.export import FORMAT, ORIGINAL_TOKENIZER, OURS, OUTPUT
 from lingua.hub.vocabulary import special_names
 from lingua.hub.weights import from_source, read_source
 from lingua.predictor import Predictor, PredictorArgs
@@ -57,7 +57,7 @@ class Exported:
             visible_T = (tokens_S != tokenizer.mask_id).nonzero().flatten()
             visible = self.predictor.read(self.encoder, tokens_S[None, visible_T], visible_T[None])
             x_MD = self.predictor(visible, visible_T[None], hidden_M[None])[0]
-        logits_MV = x_MD @ self.encoder.embedding.weight.T
+        logits_MV = x_MD @ self.encoder.output_VD.T
         logits_MV[:, list(tokenizer.special_ids)] = -torch.inf  # never predicted in training
         best = logits_MV.softmax(dim=1).topk(min(top, tokenizer.vocab_size - len(tokenizer.special_ids)))
         return [
@@ -78,22 +78,16 @@ def load_exported(folder: str | Path) -> Exported:
     about = json.loads((folder / OURS).read_text())
     if about.get("format") != FORMAT:
         raise UserError(f"{folder / OURS}: format {about.get('format')}, this code reads {FORMAT}")
-    encoder, rest = from_source(*read_source(folder), str(folder))
-    if rest:
-        raise UserError(f"{folder}/model.safetensors: has {rest[0]}, which no export of ours has")
     fields = TransformerArgs.__dataclass_fields__
     own = TransformerArgs(**{k: v for k, v in about["model"].items() if k in fields})
-    for name in ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "rope_theta", "norm_eps"):
-        if getattr(own, name) != getattr(encoder.args, name):
-            raise UserError(
-                f"{folder}: {OURS} says {name}={getattr(own, name)}, config.json {getattr(encoder.args, name)}: "
-                "they are not of one export"
-            )
-    encoder.args = own
+    config, tensors = read_source(folder)
     predictor = None
     if about["model"].get("predictor") is not None:
-        predictor = Predictor(PredictorArgs(**about["model"]["predictor"]), encoder.args)
-        _load(predictor, folder / "predictor.safetensors")
+        predictor = Predictor(PredictorArgs(**about["model"]["predictor"]), own)
+        tensors |= _load(predictor, folder / "predictor.safetensors", own.tied)
+    encoder, rest = from_source(config, tensors, str(folder), own)
+    if rest:
+        raise UserError(f"{folder}/model.safetensors: has {rest[0]}, which no export of ours has")
     tokenizer_args = prefer_copy(TokenizerArgs(**about["tokenizer"]), folder / ORIGINAL_TOKENIZER)
     tokenizer = build_tokenizer(tokenizer_args)
     if tokenizer.identity() != about["tokenizer_identity"]:
@@ -101,12 +95,16 @@ def load_exported(folder: str | Path) -> Exported:
     return Exported(encoder, predictor, tokenizer, tokenizer_args, about)
 
 
-def _load(module: nn.Module, path: Path) -> None:
+def _load(predictor: Predictor, path: Path, tied: bool) -> dict[str, Tensor]:
+    """Fill a predictor; gives the output matrix that is not the embedding, under the name it has in a model."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        module.load_state_dict(load_file(path))
-    except (OSError, SafetensorError, RuntimeError) as error:
+        tensors = load_file(path)
+        head = {} if tied else {"lm_head.weight": tensors.pop(OUTPUT)}
+        predictor.load_state_dict(tensors)
+    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
         raise UserError(f"{path}: cannot be loaded: {str(error).splitlines()[0]}") from None
-    module.eval()
+    predictor.eval()
+    return head

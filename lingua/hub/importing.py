@@ -1,4 +1,4 @@
-"""A model of ours, a EuroBERT or a Llama as a run folder: to train on from (``init.path``), or to evaluate."""
+"""A model of ours or of the hub as a run folder: to train on from (``init.path``), or to evaluate."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from lingua.data import Position
 from lingua.errors import UserError
 from lingua.files import optional
+from lingua.hub.architectures import is_causal
 from lingua.hub.export import OURS, check_new, whole_or_not
 from lingua.hub.exported import Exported, load_exported
 from lingua.hub.weights import from_source, read_source
@@ -29,7 +30,7 @@ FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*
 class ImportArgs:
     """Write a model of the hub as a run folder with one checkpoint, of step 0."""
 
-    source: str = "???"  # folder, or id on the hub: an export of ours, or a EuroBERT or bias-free Llama
+    source: str = "???"  # folder, or id on the hub: an export of ours, a EuroBERT, Llama, Qwen2 or Qwen3
     to: str = "???"  # run folder to write, new or empty; init.path=FOLDER trains on from it
     seq_len: int = 512  # row length to note in its config; an export of ours brings its own
 
@@ -46,9 +47,9 @@ def import_model(args: ImportArgs) -> None:
     found = load_exported(folder) if (folder / OURS).is_file() else _foreign(folder, args.seq_len)
     with whole_or_not(to) as partial:
         _write_run(partial, to, found)
-    kind = "BERT" if found.predictor is None else "CrossBERT"
-    if found.about.get("objective") == "rtd":
-        kind = "discriminator"
+    kind = {"rtd": "discriminator", "clm": "causal model"}.get(found.about.get("objective"), "BERT")
+    if found.predictor is not None:
+        kind = "CrossBERT"
     print(f"{to}: a {kind} of {found.encoder.args.n_layers} layers; train on from it with init.path={to}")
 
 
@@ -64,35 +65,40 @@ def _fetch(source: str) -> Path:
 
 
 def _foreign(folder: Path, seq_len: int) -> Exported:
-    """A EuroBERT or a Llama, with its own vocabulary."""
+    """A model of another's, with its own vocabulary."""
     config, tensors = read_source(folder)
     encoder, left_out = from_source(config, tensors, str(folder))
     if left_out:
-        print(f"{folder}: left out, since the embedding is the output matrix here: {', '.join(left_out)}")
+        print(f"{folder}: left out, since nothing here computes with it: {', '.join(left_out)}")
     tokenizer_args = TokenizerArgs("hf", str(folder))
     tokenizer = build_tokenizer(tokenizer_args)
     _fit_vocabulary(encoder, tokenizer, str(folder))
     about = {"model": asdict(encoder.args), "seq_len": seq_len, "seed": 0, "step": 0}
+    if is_causal(config):
+        about["objective"] = "clm"
     return Exported(encoder, None, tokenizer, tokenizer_args, about)
 
 
 def _fit_vocabulary(encoder: Encoder, tokenizer: Tokenizer, where: str) -> None:
-    """As many rows in the embedding as the tokenizer has ids: unused ones go, new special tokens get the mean row."""
-    weight, count = encoder.embedding.weight.detach(), tokenizer.vocab_size
-    if count == len(weight):
-        return
-    if count < len(weight):
-        print(f"{where}: {len(weight) - count} rows of the embedding have no token and are left out")
-        weight = weight[:count].clone()
-    else:
-        new = count - len(weight)
-        if new > len(tokenizer.appended):
-            raise UserError(
-                f"{where}: its tokenizer has {count} ids, its embedding {len(weight)} rows: not of one model"
-            )
+    """As many rows in the embedding as the tokenizer has ids, and in the output matrix, if that is another.
+
+    Rows without a token go; special tokens that the vocabulary did not have get the mean of all others, whether or not
+    there was an unused row in their place.
+    """
+    count, rows = tokenizer.vocab_size, encoder.args.vocab_size
+    known = count - len(tokenizer.appended)
+    if known > rows:
+        raise UserError(f"{where}: its tokenizer has {known} ids, its embedding {rows} rows: not of one model")
+    if rows > count:
+        print(f"{where}: {rows - count} rows of the embedding have no token and are left out")
+    if tokenizer.appended:
         print(f"{where}: {', '.join(tokenizer.appended)} are new: their rows of the embedding start as the mean row")
-        weight = torch.cat((weight, weight.mean(dim=0, keepdim=True).expand(new, -1)))
-    encoder.embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+    for table in (encoder.embedding, encoder.output):
+        if table is not None:
+            weight_VD = table.weight.detach()[:known]
+            new = weight_VD.mean(dim=0, keepdim=True).expand(count - known, -1)
+            table.weight = nn.Parameter(torch.cat((weight_VD, new)))
+            table.num_embeddings = count
     encoder.args.vocab_size = count
 
 

@@ -16,7 +16,7 @@ from lingua.attention import CAUSAL, attention, document_mask
 from lingua.checkpoint import complete_checkpoints
 from lingua.errors import UserError
 from lingua.features import load_encoder
-from lingua.hub.weights import to_eurobert
+from lingua.hub.weights import to_transformers
 from lingua.metrics import read_metrics
 from lingua.optim import OptimArgs, learning_rate
 from lingua.stats import attention_statistics
@@ -96,9 +96,7 @@ def test_the_loss_equals_that_of_llama_with_the_same_weights() -> None:
         max_position_embeddings=64,
     )
     llama = LlamaForCausalLM(config)
-    missing, unexpected = llama.load_state_dict(
-        {f"model.{name}": weight for name, weight in to_eurobert(model.encoder).items()}, strict=False
-    )
+    missing, unexpected = llama.load_state_dict(to_transformers(model.encoder, masked_lm=True), strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     llama.tie_weights()
     tokens = tokens_BS()

@@ -20,7 +20,7 @@ from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua import optim
 from lingua.errors import UserError
-from lingua.hub.weights import to_eurobert
+from lingua.hub.weights import to_transformers
 from lingua.loss import LossSum
 from lingua.masking import View, complementary_views, predict_part, split_positions
 from lingua.metrics import read_metrics
@@ -290,7 +290,7 @@ def test_qk_norm_computes_what_qwen3_does() -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
     qwen = Qwen3ForCausalLM(config)
-    weights = {f"model.{name}": weight for name, weight in to_eurobert(model.encoder).items()}
+    weights = {f"model.{name}": weight for name, weight in to_transformers(model.encoder, False).items()}
     for i, layer in enumerate(model.encoder.layers):
         norm = layer.attention.qk_norm
         weights |= {
