@@ -290,7 +290,10 @@ def load_encoder_weights(path: str | Path) -> tuple[Encoder, dict[str, Any]]:
         path: run folder (newest complete checkpoint) or checkpoint folder, of any app.
     """
     folder = verified(resolve(path))
-    config = read_yaml(folder / "config.yaml")
+    # A run that trains on from another one's encoder keeps what is to be known of it in its state.
+    config = read_yaml(folder / "config.yaml") | (read_state(folder).get("backbone") or {})
+    if "hf" in config:
+        raise UserError(f"{folder}: its encoder is {config['hf']} of Hugging Face, trained on: use load_embedder")
     fields = TransformerArgs.__dataclass_fields__
     encoder = Encoder(TransformerArgs(**{k: v for k, v in config["model"].items() if k in fields}))
     state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
@@ -302,6 +305,14 @@ def load_encoder_weights(path: str | Path) -> tuple[Encoder, dict[str, Any]]:
         _load_tensors(folder, {"model": state})
     encoder.load_state_dict({name.removeprefix("encoder."): value for name, value in state.items()})
     return encoder.eval(), config
+
+
+def load_weights(path: str | Path, model: nn.Module) -> None:
+    """Fill a model on the CPU with all that its names name in a checkpoint. Raises UserError if it is another's."""
+    folder = verified(resolve(path))
+    state = {name: torch.empty_like(value, device="cpu") for name, value in model.state_dict().items()}
+    _load_tensors(folder, {"model": state})
+    model.load_state_dict(state)
 
 
 def _sha256(path: Path) -> str:

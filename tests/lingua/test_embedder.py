@@ -1,0 +1,69 @@
+"""Every kind of embedding model behind ``load_embedder``, against plain loops and sentence-transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lingua.embedder import load_embedder
+from lingua.errors import UserError
+from lingua.features import load_encoder
+from lingua.tokenizer import SentencePieceTokenizer
+from tests.tiny_models import make_model
+from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
+
+TEXTS = [*SENTENCES, "dog", " ".join(SENTENCES[:2])]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("embedder")
+    model = train_sentencepiece(folder / "pieces")
+    vocab_size = SentencePieceTokenizer(str(model)).vocab_size
+    return make_run(folder / "run", {"name": "sentencepiece", "path": str(model)}, vocab_size)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("hf"), "bert")
+
+
+def test_a_pretraining_run_is_pooled_by_the_mean(run: Path) -> None:
+    model = load_embedder(run, device="cpu")
+    expected = load_encoder(run, device="cpu").encode(TEXTS)
+    np.testing.assert_allclose(model.encode(TEXTS, normalize=False), expected, atol=1e-5)
+    found = model.encode(TEXTS, prompt="query", dim=5)
+    assert found.dtype == np.float32
+    assert found.shape == (len(TEXTS), 5)
+    expected = expected[:, :5] / np.linalg.norm(expected[:, :5], axis=1, keepdims=True)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_array_equal(model.encode(TEXTS, batch_tokens=1).shape, (len(TEXTS), 32))
+
+
+def test_hugging_face_and_sentence_transformers_give_the_same_vectors(hf: Path) -> None:
+    """A plain encoder: both pool by the mean."""
+    ours, theirs = load_embedder(f"hf:{hf}", device="cpu"), load_embedder(f"st:{hf}", device="cpu")
+    assert theirs.dim == ours.dim == 32
+    for options in ({}, {"normalize": False}, {"dim": 7, "prompt": "passage"}):
+        np.testing.assert_allclose(ours.encode(TEXTS, **options), theirs.encode(TEXTS, **options), atol=1e-5)
+    assert theirs.encode([]).shape == ours.encode([]).shape == (0, 32)
+    assert load_embedder(f"st:{hf}", device="cpu", max_length=6).max_length == 6
+    assert theirs.weights_digest() == load_embedder(f"st:{hf}", device="cpu").weights_digest()
+
+
+def test_mistakes_are_named(run: Path, tmp_path: Path) -> None:
+    model = load_embedder(run, device="cpu")
+    with pytest.raises(UserError, match="prompt='title': expected query or passage"):
+        model.encode(TEXTS, prompt="title")
+    with pytest.raises(UserError, match="dim=33: the model's vectors have 32 channels"):
+        model.encode(TEXTS, dim=33)
+    with pytest.raises(UserError, match="found one string"):
+        model.encode("text")
+    with pytest.raises(UserError, match=r"text 1 .* has no token"):
+        model.encode(["a dog", ""])
+    with pytest.raises(UserError, match=r"^st:.*: cannot be loaded"):
+        load_embedder(f"st:{tmp_path}/none", device="cpu")
+    with pytest.raises(UserError, match="no such run or checkpoint"):
+        load_embedder(tmp_path / "none")
