@@ -18,10 +18,8 @@ from typing import Any
 
 from lingua.args import build, parse
 from lingua.errors import UserError
+from lingua.memory import Spread, backward_passes, training_memory
 from lingua.stool.args import StoolArgs, script_words
-
-# Bytes a weight costs in training with AdamW: float32 value, gradient and two moments.
-BYTES_PER_WEIGHT = 16
 
 
 @dataclass
@@ -88,16 +86,17 @@ def make_plan(script: Script, config: Any, args: StoolArgs) -> dict[str, Any]:
     shard = ranks if config.distributed.dp_shard == -1 else config.distributed.dp_shard
     if ranks % shard:
         raise UserError(f"distributed.dp_shard={shard} does not divide the {ranks} ranks of this run")
-    model = _meta_model(script.module, config)
-    flops_per_token = model.flops_per_token(**_accepted(model.flops_per_token, config, masking))
+    model = meta_model(script.module, config)
+    flops_per_token = model.flops_per_token(**accepted(model.flops_per_token, config))
     steps = max(1, config.steps or round((config.tokens or config.flops / flops_per_token) / config.batch_tokens))
-    parameters = sum(p.numel() for p in model.parameters())
-    state = parameters * BYTES_PER_WEIGHT / shard
+    device = "cuda" if args.ngpu else "cpu"
+    spread = Spread(ranks, shard, config.distributed.activation_checkpointing, config.distributed.reshard_after_forward)
+    memory = training_memory(model, config, micro_rows, backward_passes(config, plan["accumulation"]), spread, device)
     plan |= {
         "steps": steps,
         "tokens": steps * config.batch_tokens,
-        "parameters": parameters,
-        "memory_gb": (state + activation_bytes(config, micro_rows, parameters)) / 1e9,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "memory_gb": memory.total / 1e9,
     }
     if args.gpu_gb is not None and args.ngpu and plan["memory_gb"] > args.gpu_gb:
         raise UserError(
@@ -124,44 +123,24 @@ def plans_by(code: Path, cwd: str, launches: list[tuple[dict[str, Any], list[str
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def activation_bytes(config: Any, micro_rows: int, parameters: int) -> float:
-    """Estimate of what the backward pass of one micro-batch keeps, without compilation; 0 if it computes it again.
-
-    Of each block, per token: inputs of the norms and of the four products, q and k with RoPE, v, and the arrays of
-    SwiGLU; in bf16 also a copy of each weight. Where two views hide half of a row each, they pass together.
-
-    Args:
-        parameters: number of weights.
-    """
-    from lingua.transformer import ffn_width
-
-    if config.distributed.activation_checkpointing != "none":
-        return 0.0
-    bytes_each = {"fp32": 4, "fp64": 8}.get(config.dtype, 2)
-    copies = 2 * parameters if bytes_each == 2 else 0
-    predictor = getattr(config.model, "predictor", None)
-    hidden = config.masking.hidden_ratio if predictor is not None else 0.0
-    views = 2 if predictor is not None and config.masking.complementary and hidden == 0.5 else 1
-    blocks = config.model.n_layers * (1 - hidden) + (predictor.n_layers * hidden if predictor is not None else 0)
-    a_token = 12 * config.model.dim + 4 * ffn_width(config.model.dim)
-    return views * micro_rows * config.data.seq_len * blocks * a_token * bytes_each + copies
-
-
-def _meta_model(module: ModuleType, config: Any) -> Any:
+def meta_model(module: ModuleType, config: Any) -> Any:
     """The app's model without storage: for its counts of parameters and FLOPs."""
     import torch
 
     from lingua.tokenizer import build_tokenizer
 
     classes = [value for value in vars(module).values() if hasattr(value, "parameter_counts")]
+    is_rtd = getattr(config, "objective", None) == "rtd"
+    model_class = next(c for c in classes if ("rtd" in inspect.signature(c).parameters) == is_rtd)
     if config.model.vocab_size == -1:
         config.model.vocab_size = build_tokenizer(config.data.tokenizer).vocab_size
     with torch.device("meta"):
-        return classes[0](config.model)
+        return model_class(config.model, config.rtd) if is_rtd else model_class(config.model)
 
 
-def _accepted(function: Callable, config: Any, masking: Any) -> dict[str, Any]:
-    """The arguments of an app's ``flops_per_token``, which differ by what its objective hides."""
+def accepted(function: Callable, config: Any) -> dict[str, Any]:
+    """The arguments of an app's ``flops_per_token`` or ``row_flops``, which differ by what its objective hides."""
+    masking = getattr(config, "masking", None)
     known = {"seq_len": config.data.seq_len, **(vars(masking) if masking is not None else {})}
     return {name: known[name] for name in inspect.signature(function).parameters}
 

@@ -14,18 +14,19 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
+from apps.bert.electra import Electra
+from apps.bert.model import Bert
+from apps.bert.train import BertTrainArgs
 from apps.crossbert.model import CrossBert
 from apps.crossbert.train import CrossBertTrainArgs
 from lingua.args import parse, to_dict
 from lingua.errors import UserError
-from lingua.masking import complementary_views
 from lingua.stool import launch, launch_evaluation, records, scheduler, snapshot, status, submit, sweep
 from lingua.stool.args import EvaluationArgs, StoolArgs, read_request, split_values
 from lingua.stool.evaluation import LEASE, evaluations
 from lingua.stool.job import ENDING, Job, decide
-from lingua.stool.plan import activation_bytes, load_script, make_plan
+from lingua.stool.plan import load_script, make_plan
 from lingua.stool.ranks import SRUN_FAILURE, Ranks, _numbers
 from lingua.storage import as_path
 from tests.slurm.launching import wait
@@ -162,26 +163,13 @@ def test_a_config_that_cannot_run_there(words: list[str], launch: dict, message:
         plan("steps=1", *words, **launch)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_estimate_of_activations_is_near_what_autograd_keeps(dtype: str) -> None:
-    args = config("steps=1", f"dtype={dtype}", "data.seq_len=128", "model.dim=256", "model.n_heads=4")
-    model = CrossBert(args.model)
-    model.init_weights()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
-        return tensor
-
-    (view,) = complementary_views(torch.arange(4), 128, 0.5, 0)
-    precision = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), precision:
-        model(torch.randint(0, 100, (4, 128)), view, torch.ones(4))
-    measured = sum(size for size, _ in kept.values())
-    assert activation_bytes(args, 4, sum(p.numel() for p in model.parameters())) == pytest.approx(measured, rel=0.2)
+@pytest.mark.parametrize("objective", ["mlm", "rtd"])
+def test_the_plan_is_of_the_model_that_is_trained(objective: str) -> None:
+    words = ["dump_dir=x", "data.root_dir=x", "steps=1", "model.vocab_size=100", f"objective={objective}"]
+    args = parse(BertTrainArgs, [*words, "model.dim=32", "model.n_layers=2", "model.n_heads=2", "rtd.n_layers=1"])
+    found = make_plan(load_script("apps.bert.train"), args, StoolArgs(script="apps.bert.train", time="10"))
+    model = Electra(args.model, args.rtd) if objective == "rtd" else Bert(args.model)
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
 
 
 def test_scripts_that_are_none() -> None:
