@@ -129,6 +129,12 @@ class Tokenizer(abc.ABC):
         """int32 ids of each text, without special tokens. Lone surrogates are read as U+FFFD."""
 
     @abc.abstractmethod
+    def spans(self, text: str) -> np.ndarray:
+        """Which characters of a text without surrogates each id of :meth:`encode_batch` stands for: int64 [n, 2], the
+        first and one past the last. A character that several ids share belongs to each of them, or to one where the
+        others came out of normalization; spaces belong to some id or none."""
+
+    @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``; special tokens by name, incomplete UTF-8 as U+FFFD."""
 
@@ -177,6 +183,10 @@ class RobertaTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         # encode_to_numpy spares the Python list of every id, which pays for the renumbering.
         return [self._id_of_rank[self._bpe.encode_to_numpy(valid_text(text))] for text in texts]
+
+    def spans(self, text: str) -> np.ndarray:
+        (ids,) = self.encode_batch([text])
+        return byte_spans(text, [len(self.token_bytes[i - self._FIRST_ID]) for i in ids])
 
     def decode(self, ids: Iterable[int]) -> str:
         parts = [
@@ -230,6 +240,10 @@ class SentencePieceTokenizer(Tokenizer):
         encoded = self._processor.encode([valid_text(text) for text in texts], num_threads=1)
         return [np.array(ids, dtype=np.int32) for ids in encoded]
 
+    def spans(self, text: str) -> np.ndarray:
+        found = self._processor.encode(text, return_type="offset_mapping")["offsets"]
+        return np.array(found, dtype=np.int64).reshape(-1, 2)
+
     def decode(self, ids: Iterable[int]) -> str:
         parts: list[str] = []
         run: list[int] = []  # SentencePiece drops control pieces, so it decodes only what is between them
@@ -240,6 +254,15 @@ class SentencePieceTokenizer(Tokenizer):
             else:
                 run.append(i)
         return "".join([*parts, self._processor.decode(run)])
+
+
+def byte_spans(text: str, sizes: Sequence[int]) -> np.ndarray:
+    """:meth:`Tokenizer.spans` of tokens that cut the UTF-8 bytes of ``text`` into pieces of ``sizes`` bytes."""
+    code_N = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    bytes_N = 1 + (code_N >= 0x80).astype(np.int64) + (code_N >= 0x800) + (code_N >= 0x10000)
+    character_of_byte = np.repeat(np.arange(len(text)), bytes_N)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    return np.stack([character_of_byte[ends - sizes], character_of_byte[ends - 1] + 1], axis=1)
 
 
 def valid_text(text: str) -> str:

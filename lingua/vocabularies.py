@@ -19,7 +19,7 @@ import numpy as np
 
 from lingua.errors import UserError
 from lingua.files import optional
-from lingua.tokenizer import SPECIALS, Tokenizer, valid_text
+from lingua.tokenizer import SPECIALS, Tokenizer, byte_spans, valid_text
 
 ROLES = ("bos", "pad", "eos", "unk", "mask")  # of SPECIALS
 # What the special tokens are called in vocabularies of the hub, where the files beside them do not say.
@@ -69,6 +69,9 @@ class BytesTokenizer(_WithAppended):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(valid_text(text).encode(), np.uint8).astype(np.int32) for text in texts]
 
+    def spans(self, text: str) -> np.ndarray:
+        return byte_spans(text, [1] * len(text.encode()))
+
     def decode(self, ids: Iterable[int]) -> str:
         parts = (self._names[i].encode() if i > 255 else bytes([i]) for i in self._check_ids(ids))
         return b"".join(parts).decode("utf-8", "replace")
@@ -114,6 +117,10 @@ class TiktokenTokenizer(_WithAppended):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self._bpe.encode_to_numpy(valid_text(text)).astype(np.int32) for text in texts]
+
+    def spans(self, text: str) -> np.ndarray:
+        (ids,) = self.encode_batch([text])
+        return byte_spans(text, [len(self._bytes[int(i)]) for i in ids])
 
     def decode(self, ids: Iterable[int]) -> str:
         # an id in a gap has no text
@@ -161,6 +168,10 @@ class HFTokenizer(_WithAppended):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._library.encode_batch_fast([valid_text(text) for text in texts], add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int32) for one in encoded]
+
+    def spans(self, text: str) -> np.ndarray:
+        found = self._library.encode(text, add_special_tokens=False).offsets
+        return np.array(found, dtype=np.int64).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int]) -> str:
         parts: list[str] = []

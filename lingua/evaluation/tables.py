@@ -1,4 +1,4 @@
-"""Rows of labelled files: JSON lines, CSV, TSV and parquet, each with the line or row it stands at."""
+"""Rows of labelled files: JSON lines, CSV, TSV, parquet and CoNLL columns, each with the line or row it stands at."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ from lingua.errors import UserError
 from lingua.files import optional
 
 Row = tuple[int, dict[str, Any]]
+CONLL_ENDINGS = (".conll", ".iob", ".iob2", ".bio", ".txt")
+DOCUMENT = "-DOCSTART-"  # the word of the lines that open a document
 
 
 def read_rows(path: str) -> Iterator[Row]:
     """Yield (line number from 1, row) of a labelled file; the kind is told by its ending.
 
     ``.jsonl``: one object a line. ``.csv``: a line of column names, quotes as in RFC 4180. ``.tsv``: a line of
-    column names, quotes are characters like any other. ``.parquet``: rows are counted instead of lines. UTF-8;
-    ``.gz`` behind any of the first three.
+    column names, quotes are characters like any other. ``.parquet``: rows are counted instead of lines. ``.conll``,
+    ``.iob``, ``.iob2``, ``.bio`` or ``.txt``: a word a line with its tags in columns, an empty line after a sentence; a
+    row is a sentence with ``words`` (the first column), ``tags`` (the last) and ``column_1`` ... (all but the first).
+    UTF-8; ``.gz`` behind any but parquet.
 
     Raises:
         UserError: no such file, unknown ending, or a line that cannot be read.
     """
     ending = "".join(Path(path).suffixes[-2:]) if path.endswith(".gz") else Path(path).suffix
-    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".tsv": _tsv_rows}
+    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".tsv": _tsv_rows, **dict.fromkeys(CONLL_ENDINGS, _conll_rows)}
     read = _parquet_rows if ending == ".parquet" else readers.get(ending.removesuffix(".gz"))
     if read is None:
-        raise UserError(f"{path}: expected a file that ends in .jsonl, .csv, .tsv (or those with .gz) or .parquet")
+        endings = ", ".join(readers)
+        raise UserError(f"{path}: expected a file that ends in {endings} (or those with .gz) or .parquet")
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file")
     yield from read(path)
@@ -85,6 +90,30 @@ def _csv_rows(path: str) -> Iterator[Row]:
 
 def _tsv_rows(path: str) -> Iterator[Row]:
     return _named(path, tsv_lines(path))
+
+
+def _conll_rows(path: str) -> Iterator[Row]:
+    """Sentences at the line of their first word. Columns are separated by tabs in files with tabs, else by spaces."""
+    words: list[list[str]] = []
+    first = width = number = 0
+    for number, line in enumerate(_lines(path), start=1):
+        fields = (line.strip("\r\n").split("\t") if "\t" in line else line.split()) if line.strip() else []
+        if fields and fields[0] != DOCUMENT:
+            if len(fields) < 2 or len(fields) != (width or len(fields)):
+                expected = f"{width} columns, as on the lines before" if width else "a word and its tags in columns"
+                raise UserError(f"{path}, line {number}: {line.strip()[:80]!r}: expected {expected}")
+            first, width = first or number, len(fields)
+            words.append(fields)
+        elif words:
+            yield first, _sentence(words)
+            words, first = [], 0
+    if words:
+        yield first, _sentence(words)
+
+
+def _sentence(words: list[list[str]]) -> dict[str, Any]:
+    columns = [list(column) for column in zip(*words, strict=True)]
+    return {"words": columns[0], "tags": columns[-1], **{f"column_{i}": columns[i] for i in range(1, len(columns))}}
 
 
 def _named(path: str, lines: Iterator[tuple[int, list[str]]]) -> Iterator[Row]:

@@ -29,7 +29,7 @@ KINDS = ("classification", "regression", "tokens")
 class TaskArgs:
     """One labelled data set."""
 
-    train: str = "???"  # file of labelled rows: .jsonl, .csv or .tsv, also .gz, or .parquet
+    train: str = "???"  # file of labelled rows: .jsonl, .csv, .tsv or (tokens) .conll, also .gz, or .parquet
     test: str = "???"  # file of the evaluation rows, of the same columns
     kind: str = "classification"  # classification | regression | tokens (a class for each word)
     text: str = "text"  # column of the text
@@ -106,8 +106,8 @@ def load_task(name: str, args: TaskArgs) -> Task:
         UserError: a file that is missing, empty or of an unknown kind; a row that cannot be used, with file
             and line; fewer than two classes or values in the training rows.
     """
-    train = _load_split(args.train, args, args.max_train_rows)
-    test = _load_split(args.test, args, args.max_test_rows)
+    train = load_split(args.train, args, args.max_train_rows)
+    test = load_split(args.test, args, args.max_test_rows)
     classes = [] if args.kind == "regression" else sorted({*train.labels, *test.labels})
     if args.metric == "f1" and len(classes) != 2:
         raise UserError(
@@ -144,7 +144,8 @@ def _some(labels: list[Any]) -> str:
     return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
 
 
-def _load_split(path: str, args: TaskArgs, max_rows: int) -> Split:
+def load_split(path: str, args: TaskArgs, max_rows: int) -> Split:
+    """Read, check and subset one file, without ``y``. Raises UserError as :func:`load_task` does."""
     read = _token_row if args.kind == "tokens" else _text_row
     rows = [read(row, args, f"{path}, line {line}") for line, row in read_rows(path)]
     if not rows:

@@ -39,7 +39,8 @@ def points(grid: dict[str, list[str]], file: str | None) -> list[dict[str, str]]
 
 
 def read_points(path: str) -> list[dict[str, str]]:
-    """The points of a YAML file: ``points: [...]``, or ``n:``, ``seed:`` and ``draw:`` of each key.
+    """The points of a YAML file: ``points: [...]``, ``grid:`` with a list of values for each key (every combination,
+    the last key fastest), or ``n:``, ``seed:`` and ``draw:`` of each key.
 
     ``draw: {optim.lr: {log_uniform: [1e-4, 1e-2]}, model.n_layers: {choice: [6, 12]}, seed: {int: [0, 9]}}`` gives
     ``n`` points. Draw i of a key is a function of (seed, key, i): more points later leave the first ones as they are.
@@ -49,11 +50,17 @@ def read_points(path: str) -> list[dict[str, str]]:
         if not values["points"] or not all(isinstance(point, dict) and point for point in values["points"]):
             raise UserError(f"{path}: points: expected a list of mappings from keys to values")
         return [{str(key): _text(value) for key, value in point.items()} for point in values["points"]]
+    if set(values) == {"grid"}:
+        grid = values["grid"]
+        if not isinstance(grid, dict) or not grid or not all(isinstance(v, list) and v for v in grid.values()):
+            raise UserError(f"{path}: grid: expected keys, each with a list of values")
+        combinations = itertools.product(*grid.values())
+        return [dict(zip(map(str, grid), map(_text, values), strict=True)) for values in combinations]
     if not {"n", "draw"} <= set(values) <= {"n", "draw", "seed"} or not (
         isinstance(values["draw"], dict) and values["draw"]
     ):
         raise UserError(
-            f"{path}: expected points:, or n:, draw: with keys, and perhaps seed:; found {', '.join(values)}"
+            f"{path}: expected points:, grid:, or n:, draw: with keys, and perhaps seed:; found {', '.join(values)}"
         )
     n, seed = values["n"], values.get("seed", 0)
     if not isinstance(n, int) or n < 1 or not isinstance(seed, int):

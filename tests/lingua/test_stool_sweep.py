@@ -64,12 +64,21 @@ def test_draws_are_a_function_of_the_seed(tmp_path: Path) -> None:
         assert {point[key] for point in points} == values
 
 
+def test_a_grid_file_is_every_combination(tmp_path: Path) -> None:
+    found = sweep.read_points(write(tmp_path, "grid: {task: [cola, rte], optim.lr: [1e-5, 2e-5]}"))
+    assert [tuple(point.values()) for point in found] == [
+        ("cola", "1e-05"), ("cola", "2e-05"), ("rte", "1e-05"), ("rte", "2e-05"),
+    ]  # fmt: skip
+    assert sweep.names(found)[0] == "task=cola_lr=1e-05"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("points: []", "points: expected a list of mappings"),
-        ("values: [1]", "expected points:, or n:, draw: with keys"),
-        ("n: 2\ndraw: {}", "expected points:, or n:, draw: with keys"),
+        ("grid: {seed: 3}", "grid: expected keys, each with a list of values"),
+        ("values: [1]", "expected points:, grid:, or n:, draw: with keys"),
+        ("n: 2\ndraw: {}", "expected points:, grid:, or n:, draw: with keys"),
         ("n: 0\ndraw: {a: {int: [0, 1]}}", "n=0, seed=0: expected whole numbers"),
         ("n: 2\ndraw: {a: {normal: [0, 1]}}", "draw.a={'normal': .*expected one of choice, int"),
         ("n: 2\ndraw: {a: {log_uniform: [0, 1]}}", r"expected log_uniform: \[low, high\], 0 < low"),

@@ -157,7 +157,7 @@ def test_a_bad_sentence_is_named(tmp_path: Path, row: dict, message: str) -> Non
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a", "label": 1}\n' * 2000)[:-20], "cannot be read after line"),
         ("a.parquet", b"", "cannot be read after row 0"),
-        ("a.txt", b"", "expected a file that ends in .jsonl, .csv, .tsv"),
+        ("a.doc", b"", "expected a file that ends in .jsonl, .csv, .tsv"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, files: dict[str, str], name: str, content: bytes, message: str) -> None:
