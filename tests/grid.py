@@ -35,13 +35,15 @@ from lingua.predictor import PredictorArgs
 from lingua.storage import check_shared
 
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 200, "init_std": 0.1}
+# What models of the hub have beyond that.
+PUBLIC = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 12, "biases": ["qkv", "ffn"], "tied": False, "qk_norm": True}
 ROWS, STEPS = 8, 3
 
 
 def build(app: str) -> nn.Module:
     with torch.device("meta"):
-        if app in ("bert", "clm"):
-            return Bert(BertArgs(**SHAPE), special_ids=(0,), seed=3)
+        if app in ("bert", "clm", "public"):
+            return Bert(BertArgs(**SHAPE | (PUBLIC if app == "public" else {})), special_ids=(0,), seed=3)
         if app.startswith("electra"):
             rtd = RtdArgs(n_layers=1, dim=16, disentangled=app == "electra_disentangled")
             return Electra(BertArgs(**SHAPE), rtd, special_ids=(0,), seed=3)

@@ -58,6 +58,8 @@ def test_parallel_modes_agree_with_the_plain_model_on_two_ranks(tmp_path: Path) 
         {"app": "crossbert", "dp_shard": 2, "matrices": "muon"},
         {"app": "crossbert_switches", "dp_shard": 2, "activation_checkpointing": "block"},
         {"app": "electra_disentangled", "dp_shard": 2, "activation_checkpointing": "selective"},
+        {"app": "public", "dp_shard": 2, "activation_checkpointing": "block"},
+        {"app": "public", "dp_shard": 2, "matrices": "muon"},
     ]
     found = check_grid(2, modes, tmp_path)
     traffic = [result["traffic"] for result in found["results"]]

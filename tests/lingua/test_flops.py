@@ -69,6 +69,24 @@ def test_recomputation_costs_what_pytorch_counts(mode: str) -> None:
     assert (hardware > figures["mfu"]) == (mode == "block")
 
 
+def test_shared_keys_wide_heads_and_an_own_output_cost_what_pytorch_counts() -> None:
+    more = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 12, "biases": ["qkv", "wo", "ffn"], "tied": False}
+    model, plain = Bert(BertArgs(**SHAPE | more)), Bert(BertArgs(**SHAPE))
+    tokens = torch.randint(0, 97, (ROWS, SEQ), generator=torch.Generator().manual_seed(0))
+    expected = model.row_flops(SEQ, 0.2) * ROWS
+    _, training = counted(model, (tokens, tokens, split_positions(torch.arange(ROWS), SEQ, 0.2, 0)))
+    assert training == expected.training
+    # By hand: 4 heads of 12 make 48 channels; q, k and v have the rows of 8 heads, and there are two matrices of tokens.
+    block = 32 * 8 * 12 + 48 * 32 + 3 * 32 * 256
+    assert model.flops_per_token(SEQ) == 6 * 3 * block + 12 * 48 * 3 * SEQ
+    assert model.parameter_counts()["full"] == 3 * block + 2 * 97 * 32
+    assert plain.parameter_counts()["full"] == 3 * (4 * 32 * 32 + 3 * 32 * 256) + 97 * 32
+    cross = CrossBert(CrossBertArgs(**SHAPE | more, predictor=PredictorArgs(n_layers=2)))
+    views = complementary_views(torch.arange(ROWS), SEQ, 0.5, 0)
+    _, training = counted(cross, *((tokens, view) for view in views))
+    assert training == (cross.row_flops(SEQ, 0.5, True) * ROWS).training
+
+
 def test_by_hand() -> None:
     """The paper's single-scale model, width 768, FFN 2048: a block has 4 x 768^2 + 3 x 768 x 2048 weights."""
     with torch.device("meta"):

@@ -7,6 +7,7 @@ import torch
 
 from apps.bert.model import Bert, BertArgs
 from lingua.errors import UserError
+from lingua.optim import parameter_groups
 from lingua.predictor import PredictorArgs
 from lingua.transformer import (
     CrossAttention,
@@ -166,6 +167,24 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     assert not torch.equal(one.embedding.weight, two.embedding.weight)
 
 
+def test_biases_start_at_zero_and_an_output_matrix_as_the_embedding_does() -> None:
+    args = TransformerArgs(**SHAPE | {"biases": ["qkv", "wo", "ffn"], "tied": False})
+    model, plain = Encoder(args), Encoder(TransformerArgs(**SHAPE))
+    for encoder in (model, plain):
+        init_weights(encoder, encoder.args, seed=7)
+    biases = {name: p for name, p in model.named_parameters() if name.endswith(".bias")}
+    assert len(biases) == 3 * 4
+    assert not any(p.any() for p in biases.values())
+    assert model.output_VD.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(model.output_VD, model.embedding.weight)
+    assert plain.output_VD is plain.embedding.weight
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+    decayed, others = parameter_groups(model, 0.1)
+    assert len(decayed["params"]) == 3 * 4
+    assert any(p is model.output_VD for p in others["params"])  # the optimizer treats it as the embedding
+
+
 def test_truncated_and_residual_scaled_initial_weights() -> None:
     args = TransformerArgs(**SHAPE | {"init_std": 0.1, "init_truncate": 2.0, "init_residual": True})
     model = Encoder(args)
@@ -190,6 +209,11 @@ def test_truncated_and_residual_scaled_initial_weights() -> None:
         ({"n_heads": 0}, r"model\.n_heads=0: expected at least 1"),
         ({"ffn_dim": 0}, r"model\.ffn_dim=0: expected at least 1, or -1"),
         ({"n_layers": 0}, r"model\.n_layers=0"),
+        ({"n_kv_heads": 5}, r"model\.n_kv_heads=5: expected a divisor of n_heads=12, or -1"),
+        ({"n_kv_heads": 0}, r"model\.n_kv_heads=0"),
+        ({"head_dim": 7}, r"model\.head_dim=7: expected an even number"),
+        ({"head_dim": 0}, r"model\.head_dim=0"),
+        ({"biases": ["qkv", "w2"]}, r"model\.biases=\['qkv', 'w2'\]: expected of qkv, wo, ffn"),
         ({"vocab_size": 0}, r"model\.vocab_size=0: expected at least 1, or -1"),
         ({"vocab_size": -2}, r"model\.vocab_size=-2"),
         *(({"rope_theta": bad}, rf"model\.rope_theta={bad}: expected a finite number") for bad in (0.0, inf, nan)),
