@@ -76,7 +76,7 @@ def test_shared_keys_wide_heads_and_an_own_output_cost_what_pytorch_counts() -> 
     expected = model.row_flops(SEQ, 0.2) * ROWS
     _, training = counted(model, (tokens, tokens, split_positions(torch.arange(ROWS), SEQ, 0.2, 0)))
     assert training == expected.training
-    # By hand: 4 heads of 12 make 48 channels; q, k and v have the rows of 8 heads, and there are two matrices of tokens.
+    # By hand: 4 heads of 12 make 48 channels; q, k and v have the rows of 8 heads.
     block = 32 * 8 * 12 + 48 * 32 + 3 * 32 * 256
     assert model.flops_per_token(SEQ) == 6 * 3 * block + 12 * 48 * 3 * SEQ
     assert model.parameter_counts()["full"] == 3 * block + 2 * 97 * 32
