@@ -8,9 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-# Rows whose logits exist at once. On a CPU few, so that small vocabularies stay in its cache; fewer than this
-# wastes the products, whose cost at 50,265 entries is flat from about 100 rows on.
-CHUNK_ROWS = {"cpu": 256, "cuda": 2048}
+CACHED_VOCABULARY = 8192  # entries up to which 256 rows of logits stay in a CPU's cache
 
 
 class LossSum(NamedTuple):
@@ -26,6 +24,17 @@ class LossSum(NamedTuple):
     def figures(self) -> dict[str, float]:
         """What is reported of it, by name."""
         return {"loss": float(self.loss / self.targets)}
+
+
+def chunk_rows(device: str, vocab_size: int) -> int:
+    """Rows whose logits exist at once.
+
+    Each chunk costs a pass over the gradient of the output matrix, which with a large vocabulary is as slow as the
+    products of some hundred rows; so few rows only where that keeps all logits in a cache.
+    """
+    if device == "cpu":
+        return 256 if vocab_size <= CACHED_VOCABULARY else 1024
+    return 2048
 
 
 Sums = TypeVar("Sums", bound=LossSum)  # or another NamedTuple of sums that has ``loss``, ``targets`` and ``figures``
@@ -51,9 +60,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         x, weight = x_ND.to(dtype), weight_VD.to(dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        grad_weight = None
         loss = torch.zeros((), dtype=wide, device=x.device)
-        rows = CHUNK_ROWS[device]
+        rows = chunk_rows(device, len(weight))
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             logits = (x[part] @ weight.T).to(wide)
@@ -73,8 +82,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad = grad.mul_(weights_N[part, None]).to(dtype)
             if grad_x is not None:
                 grad_x[part] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.T @ x[part]
+            if needs_weight:
+                of_part = grad.T @ x[part]
+                grad_weight = of_part.to(wide) if grad_weight is None else grad_weight.add_(of_part)
+        if needs_weight and grad_weight is None:  # no rows
+            grad_weight = torch.zeros_like(weight, dtype=wide)
         ctx.dtypes = x_ND.dtype, weight_VD.dtype
         ctx.save_for_backward(grad_x, grad_weight)
         return loss
@@ -82,10 +94,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_weight = ctx.saved_tensors
+        is_one = grad_loss.device.type == "cpu" and grad_loss == 1  # nearly always; a GPU would have to be waited for
         if grad_x is not None:
-            grad_x = (grad_x * grad_loss.to(grad_x.dtype)).to(ctx.dtypes[0])
+            grad_x = (grad_x if is_one else grad_x * grad_loss.to(grad_x.dtype)).to(ctx.dtypes[0])
         if grad_weight is not None:
-            grad_weight = (grad_weight * grad_loss).to(ctx.dtypes[1])
+            grad_weight = (grad_weight if is_one else grad_weight * grad_loss).to(ctx.dtypes[1])
         return grad_x, grad_weight, None, None, None
 
 
@@ -120,7 +133,7 @@ def sample_tokens(x_ND: Tensor, weight_VD: Tensor, uniform_N: Tensor) -> Tensor:
     dtype = _product_dtype(x_ND)
     x, weight = x_ND.to(dtype), weight_VD.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    samples, rows = [], CHUNK_ROWS[x.device.type]
+    samples, rows = [], chunk_rows(x.device.type, len(weight))
     for part, uniform in zip(x.split(rows), uniform_N.split(rows), strict=True):
         cumulative = (part @ weight.T).to(wide).softmax(dim=1).cumsum(dim=1)
         # The last of them is not quite 1; rounding must not step over it either.

@@ -17,9 +17,9 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
     return x, weight, targets, weights
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 8, 37, 1000])
-def test_loss_and_gradients_equal_pytorchs_in_float64(monkeypatch: pytest.MonkeyPatch, chunk_rows: int) -> None:
-    monkeypatch.setitem(loss_module.CHUNK_ROWS, "cpu", chunk_rows)
+@pytest.mark.parametrize("rows", [1, 8, 37, 1000])
+def test_loss_and_gradients_equal_pytorchs_in_float64(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda device, vocab_size: rows)
     x, weight, targets, weights = inputs()
     total, count = cross_entropy(x, weight, targets, weights)
     (3 * total).backward()
@@ -87,3 +87,10 @@ def test_z_loss_equals_the_definition_with_its_gradients(rows: int) -> None:
     expected.backward()
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_no_rows_are_no_loss_and_no_gradient() -> None:
+    x, weight = torch.empty(0, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    cross_entropy(x, weight, torch.empty(0, dtype=torch.int64), torch.empty(0)).loss.backward()
+    assert x.grad.shape == (0, 4)
+    assert torch.equal(weight.grad, torch.zeros(5, 4))
