@@ -48,7 +48,7 @@ class Squad:
 
 
 def read_squad(path: str) -> Squad:
-    """Read ``{"data": [{"paragraphs": [{"context", "qas": [{"id", "question", "answers": [...]}]}]}]}``, where an answer
+    """Read ``{"data": [{"paragraphs": [{"context", "qas": [{"id", "question", "answers": [...]}]}]}]}``; an answer
     is ``{"text", "answer_start"}``.
 
     A question without answers needs ``"is_impossible": true``, as in 2.0. Starts count Unicode characters.
