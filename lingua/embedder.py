@@ -147,7 +147,7 @@ class SentenceTransformerEmbedder:
     """A model of the sentence-transformers library, with its own batching, prompts and lengths."""
 
     def __init__(self, name: str, device: str | None, dtype: torch.dtype, max_length: int | None) -> None:
-        library = optional("sentence_transformers", f"st:{name}", "requirements-dev.txt")
+        library = optional("sentence_transformers", f"st:{name}", "requirements-eval.txt")
         try:
             self.model = library.SentenceTransformer(name, device=usable_device(device))
         except UserError:
