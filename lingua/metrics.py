@@ -145,8 +145,10 @@ class Console:
         """Show a record's main figures."""
         said = (
             f"loss {record['loss']:.4f}  grad {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
-            f"{record['tokens_per_second']:,.0f} tokens/s ({record['data_tokens_per_second']:,.0f} of text)"
+            f"{record['tokens_per_second']:,.0f} tokens/s"
         )
+        if "data_tokens_per_second" in record:
+            said += f" ({record['data_tokens_per_second']:,.0f} of text)"
         if record["skipped_steps"]:
             said += f"  {record['skipped_steps']} non-finite steps skipped"
         if self._progress:

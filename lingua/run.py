@@ -1,14 +1,12 @@
-"""What every training run has around its loop: folder, logs, signals, resuming, saving, validation."""
+"""What every training run has around its loop: folder, logs, signals, resuming, saving."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,74 +14,84 @@ from torch import Tensor, nn
 
 from lingua import checkpoint, resume
 from lingua.args import to_dict, to_yaml
-from lingua.attention import check_attention
-from lingua.data import Position, Rows, TokenStream
 from lingua.distributed import pick_dtype, precision, start
 from lingua.errors import UserError
-from lingua.flops import ForwardFlops, device_peak, utilization
 from lingua.interrupt import Interrupt, requeue
 from lingua.logger import Interval, Logger, peak_memory
 from lingua.loss import Sums
-from lingua.masking import View
 from lingua.metrics import log_file_only, start_logging
 from lingua.optim import Optimizer
 from lingua.profiling import Profiler
 from lingua.run_args import RunArgs
 from lingua.saving import Checkpointer
 from lingua.secrets import check_no_secrets
-from lingua.source import TokenSource
 from lingua.stats import Stats
 from lingua.stool.evaluation import launch_evaluation
 from lingua.storage import as_path, check_shared
-from lingua.tokenizer import build_tokenizer, save_copy
-from lingua.validate import validate
 from lingua.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 
 class Run:
-    """One training run; see ``apps/crossbert/train.py`` for how a loop uses it.
+    """One training run of any kind. What it trains on is a subclass's to say, by the methods that raise here.
+
+    :class:`lingua.pretraining.Pretraining` is the one of ``apps/crossbert/train.py``, which shows how a loop uses it.
 
     Args:
-        args: the app's config.
-        views: how many views of each row the objective trains on (2 with complementary masks).
+        args: the app's config, with a section ``validation`` that has ``every``.
     """
 
-    def __init__(self, args: RunArgs, views: int) -> None:
-        row_tokens = views * args.data.seq_len
-        if args.batch_tokens < row_tokens or args.batch_tokens % row_tokens:
-            nearest = max(1, round(args.batch_tokens / row_tokens)) * row_tokens
-            raise UserError(
-                f"batch_tokens={args.batch_tokens} is not a whole number of rows: a row of data.seq_len="
-                f"{args.data.seq_len} counts {row_tokens} tokens with {views} view{'s' * (views > 1)}; "
-                f"the nearest that fits is {nearest}"
-            )
+    def __init__(self, args: RunArgs) -> None:
         check_no_secrets(to_dict(args))
-        self.args, self.views = args, views
-        self.folder = Path(args.dump_dir)
-        self.tokenizer = build_tokenizer(args.data.tokenizer)
-        if args.model.vocab_size not in (-1, self.tokenizer.vocab_size):
-            raise UserError(
-                f"model.vocab_size={args.model.vocab_size}, but the tokenizer has {self.tokenizer.vocab_size}: use -1"
-            )
-        args.model.vocab_size = self.tokenizer.vocab_size
+        self.args, self.folder = args, Path(args.dump_dir)
         # Collectives may take longer than the watchdog waits: it knows better whom to name.
         self.world = start(2 * args.distributed.timeout + 30, args.distributed.timeout)
         self._watchdog = Watchdog(self.world, args.distributed.timeout)
         self._interrupt = Interrupt(self.world)
         self._closing = ExitStack()
 
-    def __enter__(self) -> Run:
+    def open_data(self, own: Path | None, state: dict[str, Any]) -> None:
+        """Open what the run trains on, where it stands.
+
+        Args:
+            own: the checkpoint that the run goes on from; None: it is new.
+            state: what was saved with it.
+        """
+        raise NotImplementedError
+
+    def batches(self, first: int, last: int) -> Iterator[Any]:
+        """Yield what the loop gets in the steps ``first`` to ``last``, on the device."""
+        raise NotImplementedError
+
+    def figures(self, step: int, interval: Interval) -> dict[str, float]:
+        """What is recorded of the data and of the speed; with ``tokens_per_second``, for the console."""
+        raise NotImplementedError
+
+    def data_state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint has to know of the data."""
+        raise NotImplementedError
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hash of what each part of the data holds."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Give the model of a new run other weights than its initial ones."""
+
+    def write_more(self) -> None:
+        """Write further files into the folder of the run, on rank 0."""
+
+    def __enter__(self) -> Any:
         try:
-            self._pick_precision()
+            self.dtype = pick_dtype(self.args.dtype, self.world.device)
             self._open_folder()
-            self._open_data()
+            self._open_run()
             self.world.check_same(
                 {
                     "the config": resume.flat(to_dict(self.args)),
                     "the code": resume.code_version(),
-                    "the data": self.stream.fingerprints(),
+                    "the data": self.fingerprints(),
                 }
             )
             self._write_config()
@@ -110,12 +118,6 @@ class Run:
             raise
         self._watchdog.stop()
 
-    def _pick_precision(self) -> None:
-        args, device = self.args, self.world.device
-        self.dtype = pick_dtype(args.dtype, device)
-        isolated = args.data.isolate_documents
-        check_attention(args.model.attention, isolated, args.model.head_sizes(), device, self.dtype, args.compile)
-
     def _open_folder(self) -> None:
         """Take the run folder for this run, and start its logs."""
         try:
@@ -129,75 +131,26 @@ class Run:
         self._root = self.folder / "checkpoints" if path is None else as_path(path)
         check_shared(self._root, self.world)
 
-    def _open_data(self) -> None:
+    def _open_run(self) -> None:
         """Find where the run stands, check that it is the same run, and open its data there."""
-        args, world, state = self.args, self.world, None
-        source = checkpoint.newest(self._root) if world.is_first else None
-        is_own = source is not None
-        if world.is_first and source is None and args.init.path is not None:
-            source = checkpoint.verified(checkpoint.resolve(args.init.path))
-        source, is_own = world.from_first((source, is_own))
-        self._own = source if is_own else None
-        if source is not None:
-            state = checkpoint.read_state(source)
-            resume.check_tokenizer(source, state, self.tokenizer, args.data.tokenizer)
-        start = None
+        self._own = self.world.from_first(checkpoint.newest(self._root) if self.world.is_first else None)
+        state = {} if self._own is None else checkpoint.read_state(self._own)
         if self._own is not None:
-            resume.check_config(self._own, args)
+            resume.check_config(self._own, self.args)
             resume.check_code(self._own, state)
-            start = Position(**state["stream_start"])
-        elif source is not None:
-            resume.check_init(source, args.model, args.init.fresh)
-            start = Position(**state["stream_end"]) if args.init.position else None
-        rows = args.batch_tokens // (self.views * args.data.seq_len)
-        self.stream = TokenStream(
-            args.data, self.tokenizer, args.seed, rows, args.micro_rows, world.rank, world.size, self.views, start
-        )
+        self.open_data(self._own, state)
         if self._own is not None:
-            resume.check_data(self._own, state, self.stream.fingerprints(), args.resume.allow)
-        self.validation_sets = {
-            name: TokenSource(folder, args.data.seq_len, 0, self.tokenizer, cache=self.stream.cache)
-            for name, folder in args.data.validation.items()
-        }
-        self._init = None if self._own is not None else source
+            resume.check_data(self._own, state, self.fingerprints(), self.args.resume.allow)
 
     def _write_config(self) -> None:
         if self.world.is_first:
             partial = self.folder / "config.yaml.partial"
             partial.write_text(to_yaml(self.args))
             partial.replace(self.folder / "config.yaml")
-            save_copy(self.tokenizer, self.folder / "tokenizer")
+            self.write_more()
 
-    def total_steps(self, flops_per_token: Callable[[int], float], row_flops: Callable[[int], ForwardFlops]) -> int:
-        """Optimizer steps of the whole run: the nearest whole number, at least one.
-
-        Args:
-            flops_per_token: the paper's F per view token, as a function of the row length.
-            row_flops: what the forward pass of one row costs the hardware, likewise.
-        """
-        self.flops_per_token, self.row_flops = flops_per_token, row_flops
-        if self.args.steps is not None:
-            return self.args.steps
-        if self.args.tokens is not None:
-            return max(1, round(self.args.tokens / self.args.batch_tokens))
-        # F depends on the row length, so a budget is used up phase by phase; the last phase has no end.
-        left = self.args.flops
-        for phase, steps in self.stream.phase_steps(sys.maxsize):
-            a_step = self.args.batch_tokens * flops_per_token(phase.seq_len)
-            if left <= steps * a_step:
-                break
-            left -= steps * a_step
-        return max(1, phase.first_step - 1 + round(left / a_step))
-
-    def flops(self, step: int) -> float:
-        """Training FLOPs of the first ``step`` steps, as the paper counts them."""
-        return sum(
-            steps * self.args.batch_tokens * self.flops_per_token(phase.seq_len)
-            for phase, steps in self.stream.phase_steps(step)
-        )
-
-    def steps(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[int, list[Rows]]]:
-        """Yield ``(step, micro-batches)`` from where the run stopped to its end, or to a signal.
+    def steps(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[int, Any]]:
+        """Yield ``(step, batch)`` from where the run stopped to its end, or to a signal.
 
         Exit status after a signal: 128 + its number (130 for Ctrl-C), with everything saved.
         """
@@ -215,19 +168,18 @@ class Run:
         stats = Stats(args.stats, model, optimizer.adamw, self.precision, self._logger.write)
         profiler = Profiler(args.profiling, self.folder, world.device, optimizer.steps, world.rank)
         self._closing.callback(profiler.close)
-        self._peak = device_peak(world.device, self.dtype)
         self._logger.show_progress(optimizer.steps, done)
         model.train()
         self._interval = Interval(done)
-        batches = self.stream.steps(done + 1, optimizer.steps)
+        batches = self.batches(done + 1, optimizer.steps)
         for step in range(done + 1, optimizer.steps + 1):
             self._watchdog.tick(f"step {step}")
             asked = time.perf_counter()
-            micro_batches = next(batches)
+            batch = next(batches)
             self._interval.data += time.perf_counter() - asked
             self._interrupt.begin_vote()
             with profiler.step(step), stats.step(step):
-                yield step, [rows.to(world.device) for rows in micro_batches]
+                yield step, batch
             self._logger.step(step)
             if self._interrupt.agreed is not None:
                 self._finish_saving()
@@ -251,11 +203,7 @@ class Run:
     def _restore(self) -> int:
         """Load what there is to start from; returns the number of steps done."""
         if self._own is None:
-            if self._init is not None:
-                optimizer = self.optimizer.parts if self.args.init.optimizer else None
-                fresh = self.args.init.fresh
-                checkpoint.load(self._init, self.model, optimizer, self.world.saving, fresh)
-                log.info("starting from the weights of %s%s", self._init, f", but for {fresh}" if fresh else "")
+            self.begin()
             return 0
         state = checkpoint.load(self._own, self.model, self.optimizer.parts, self.world.saving)
         for name, counter in self.optimizer.counters().items():
@@ -267,6 +215,13 @@ class Run:
         """Context for the forward pass in the run's compute precision."""
         return precision(self.dtype, self.world.device)
 
+    def lead(self, work: Callable[[], Iterator[None]], place: str) -> None:
+        """Long work on rank 0, such as reading the data; each ``yield`` in it shows the other ranks that it goes on."""
+        parts = work() if self.world.is_first else iter(())
+        done = object()
+        while not self.world.from_first(next(parts, done) is done):
+            self._watchdog.tick(place)
+
     def log(self, step: int, loss: Sums, grad_norm: Tensor) -> None:
         """Record the step's figures at the logging cadence; otherwise do nothing and wait for nothing."""
         if step % self.args.logging.every and step != self.optimizer.steps:
@@ -274,49 +229,30 @@ class Run:
         self._checkpointer.check()
         interval = self._interval
         interval.saving = self._checkpointer.take_seconds()
-        tokens = (step - interval.first_step) * self.args.batch_tokens
-        rows = tokens // (self.views * self.stream.phase(step).seq_len)
         record = {
             "step": step,
-            "tokens": step * self.args.batch_tokens,
-            "data_tokens": step * self.args.batch_tokens // self.views,
-            "flops": self.flops(step),
             "loss": float(loss.loss / loss.targets),
             **loss.figures(),
             "grad_norm": float(grad_norm),
             "lr": self.optimizer.learning_rate(step),
             "skipped_steps": int(self.optimizer.skipped),
-            **self.stream.progress(step),
-            "tokens_per_second": tokens / interval.training,
-            "data_tokens_per_second": tokens / self.views / interval.training,
+            **self.figures(step, interval),
             **interval.shares(),
-            **utilization(
-                self.row_flops(self.stream.phase(step).seq_len) * rows,
-                self.flops(step) - self.flops(interval.first_step),
-                interval.training,
-                self.world.size,
-                self._peak,
-                self.args.distributed.activation_checkpointing,
-            ),
             "memory_gb": peak_memory(self.world.device) / 1e9,
         }
         self._logger.say(record)
         self.optimizer.check(step)
         self._interval = Interval(step)
 
-    def validate(self, step: int, loss: Callable[[Rows, View], Sums], masked: bool = True) -> None:
-        """Losses on every validation set at every ratio, at the validation cadence and at the end.
-
-        Args:
-            loss, masked: see :func:`lingua.validate.validate`.
-        """
+    def validate_by(self, step: int, figures: Callable[[], dict[str, float]]) -> None:
+        """Record ``figures()`` of the model in eval mode, at the validation cadence and at the end."""
         if step % self.args.validation.every and step != self.optimizer.steps:
             return
         self._watchdog.tick(f"validation after step {step}")
         start = time.perf_counter()
         with self.precision():
             self.model.eval()
-            record = validate(self.validation_sets, self.args.validation, self.world, loss, masked)
+            record = figures()
             self.model.train()
         self._interval.elsewhere += time.perf_counter() - start
         if record:
@@ -339,10 +275,8 @@ class Run:
             "step": step,
             "objective": objective,
             "optimizer": {k: int(v) for k, v in self.optimizer.counters().items()},
-            "stream_start": asdict(self.stream.position(0)),
-            "stream_end": asdict(self.stream.position(step)),
-            "tokenizer": self.tokenizer.identity(),
-            "data": self.stream.fingerprints(),
+            "data": self.fingerprints(),
             "code": resume.code_version(),
+            **self.data_state(step),
         }
         self._checkpointer.save(step, self.model, self.optimizer.parts, state, to_yaml(self.args))

@@ -1,4 +1,4 @@
-"""What every app's training config has."""
+"""What every app's training config has, and what those of pretraining have besides."""
 
 from __future__ import annotations
 
@@ -49,35 +49,51 @@ class RunArgs:
 
     dump_dir: str = "???"  # run folder; a run that is there already is resumed
     seed: int = 0  # initial weights, masks and the order of later epochs
-    # Length of the run: give exactly one of steps, tokens and flops.
     steps: int | None = None  # optimizer steps
-    tokens: float | None = None  # view tokens, as the paper counts: each view of a row counts data.seq_len
-    flops: float | None = None  # training FLOPs, as the paper counts: C = F * tokens
-    batch_tokens: int = 393216  # view tokens in an optimizer step, over all ranks
     micro_rows: int = 32  # rows in one forward and backward pass; memory decides
     dtype: str = "auto"  # compute precision: auto, bf16, fp32, fp64
     compile: bool = False  # torch.compile each block
-    model: TransformerArgs = field(default_factory=TransformerArgs)  # each app's own
-    data: DataArgs = field(default_factory=DataArgs)
     optim: OptimArgs = field(default_factory=OptimArgs)
     distributed: DistributedArgs = field(default_factory=DistributedArgs)
     checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
-    init: InitArgs = field(default_factory=InitArgs)
-    validation: ValidationArgs = field(default_factory=ValidationArgs)
     logging: LoggingArgs = field(default_factory=LoggingArgs)
     stats: StatsArgs = field(default_factory=StatsArgs)
     profiling: ProfilingArgs = field(default_factory=ProfilingArgs)
     resume: ResumeArgs = field(default_factory=ResumeArgs)
 
     def __post_init__(self) -> None:
-        lengths = {"steps": self.steps, "tokens": self.tokens, "flops": self.flops}
-        given = {name: value for name, value in lengths.items() if value is not None}
+        if self.micro_rows < 1:
+            raise UserError(f"micro_rows={self.micro_rows}: expected at least 1")
+        given = {name: value for name, value in self.lengths().items() if value is not None}
         if len(given) != 1:
-            raise UserError(f"give exactly one of steps, tokens and flops; found {given or 'none'}")
+            *others, last = self.lengths()
+            raise UserError(f"give exactly one of {', '.join(others)} and {last}; found {given or 'none'}")
         name, value = next(iter(given.items()))
         if value <= 0:
             raise UserError(f"{name}={value}: expected more than 0")
-        if self.micro_rows < 1:
-            raise UserError(f"micro_rows={self.micro_rows}: expected at least 1")
+
+    def lengths(self) -> dict[str, float | None]:
+        """The fields of which exactly one says how long the run is."""
+        return {"steps": self.steps}
+
+
+@dataclass
+class PretrainingArgs(RunArgs):
+    """What the config of every pretraining has."""
+
+    # Length of the run: give exactly one of steps, tokens and flops.
+    tokens: float | None = None  # view tokens, as the paper counts: each view of a row counts data.seq_len
+    flops: float | None = None  # training FLOPs, as the paper counts: C = F * tokens
+    batch_tokens: int = 393216  # view tokens in an optimizer step, over all ranks
+    model: TransformerArgs = field(default_factory=TransformerArgs)  # each app's own
+    data: DataArgs = field(default_factory=DataArgs)
+    init: InitArgs = field(default_factory=InitArgs)
+    validation: ValidationArgs = field(default_factory=ValidationArgs)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for ratio in self.validation.ratios:
             hidden_count(self.data.seq_len, ratio)
+
+    def lengths(self) -> dict[str, float | None]:
+        return {**super().lengths(), "tokens": self.tokens, "flops": self.flops}

@@ -17,8 +17,8 @@ from lingua.errors import UserError
 from lingua.loss import LossSum, add_up
 from lingua.masking import ReplaceArgs, View, hidden_count, mask_tokens, split_positions
 from lingua.optim import Optimizer
-from lingua.run import Run
-from lingua.run_args import RunArgs
+from lingua.pretraining import Pretraining
+from lingua.run_args import PretrainingArgs
 
 
 @dataclass
@@ -31,7 +31,7 @@ class MlmArgs:
 
 
 @dataclass
-class BertTrainArgs(RunArgs):
+class BertTrainArgs(PretrainingArgs):
     """BERT pretraining."""
 
     objective: str = "mlm"  # mlm (BERT), rtd (replaced token detection: ELECTRA) or clm (each next token, causal)
@@ -58,7 +58,7 @@ class BertTrainArgs(RunArgs):
 def train(args: BertTrainArgs) -> None:
     """Run or resume the training that ``args`` describes."""
     masking = args.masking
-    with Run(args, views=1) as run:
+    with Pretraining(args, views=1) as run:
         special_ids = () if masking.predict_special else run.tokenizer.special_ids
         mask_id = run.tokenizer.mask_id
         more = special_ids, args.seed, run.tokenizer.bos_id if args.data.isolate_documents else None

@@ -13,8 +13,8 @@ from lingua.errors import UserError
 from lingua.loss import LossSum
 from lingua.masking import complementary_views, hidden_count, predict_part, split_positions
 from lingua.optim import Optimizer
-from lingua.run import Run
-from lingua.run_args import RunArgs
+from lingua.pretraining import Pretraining
+from lingua.run_args import PretrainingArgs
 
 
 @dataclass
@@ -36,7 +36,7 @@ class MaskingArgs:
 
 
 @dataclass
-class CrossBertTrainArgs(RunArgs):
+class CrossBertTrainArgs(PretrainingArgs):
     """CrossBERT pretraining."""
 
     model: CrossBertArgs = field(default_factory=CrossBertArgs)
@@ -52,7 +52,7 @@ def train(args: CrossBertTrainArgs) -> None:
     """Run or resume the training that ``args`` describes."""
     masking = args.masking
     make_views = complementary_views if masking.complementary else lambda *a: [split_positions(*a)]
-    with Run(args, views=2 if masking.complementary else 1) as run:
+    with Pretraining(args, views=2 if masking.complementary else 1) as run:
         special_ids = () if masking.predict_special else run.tokenizer.special_ids
         document_start = run.tokenizer.bos_id if args.data.isolate_documents else None
         with torch.device("meta"):  # shapes only; parallelize() makes the weights where they belong

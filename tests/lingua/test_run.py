@@ -291,8 +291,8 @@ def test_a_new_run_starts_from_the_weights_of_another(finished: dict[str, Path],
     first, before = records(tmp_path / "weights")[0], records(finished["bert"])
     assert first["epoch/made_up"] == before[0]["epoch/made_up"]  # the data from its beginning
     assert first["loss"] < before[0]["loss"] - 1
-    with pytest.raises(UserError, match=r"embedding\.weight has shape"):
-        run_app("bert", tiny_words("bert", corpus, tmp_path / "shape", model__dim=64, **settings))
+    with pytest.raises(UserError, match=r"w13\.weight has shape"):
+        run_app("bert", tiny_words("bert", corpus, tmp_path / "shape", model__ffn_dim=64, **settings))
     with pytest.raises(UserError, match=r"has no model\.predictor"):
         run_app("crossbert", tiny_words("crossbert", corpus, tmp_path / "app", **settings))
     with pytest.raises(UserError, match=r"init\.optimizer and init\.position need init\.path"):

@@ -314,7 +314,7 @@ def test_resume_is_checked_by_the_code_that_runs(
     train = Path(told["code"]) / "apps/crossbert/train.py"
     args = train.read_text()
     train.write_text(
-        args.replace("class CrossBertTrainArgs(RunArgs):", "class CrossBertTrainArgs(RunArgs):\n    then: int = 0", 1)
+        args.replace("class CrossBertTrainArgs(PretrainingArgs):", "class CrossBertTrainArgs(PretrainingArgs):\n    then: int = 0", 1)
     )
     assert train.read_text() != args
     launch.resume(tmp_path / "run", [], ["then=3", "steps=77"], False)
