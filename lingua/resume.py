@@ -6,6 +6,7 @@ import fcntl
 import functools
 import hashlib
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any, TextIO
@@ -124,8 +125,8 @@ def check_init(checkpoint: Path, model: TransformerArgs, fresh: list[str]) -> No
                 f"means {model.n_heads} of {model.head_size}: use the `model` section of its config.yaml"
             )
     for name in ("rope_theta", "norm_eps"):
-        if getattr(theirs, name) != getattr(model, name):
-            was, now = getattr(theirs, name), getattr(model, name)
+        was, now = getattr(theirs, name), getattr(model, name)
+        if not math.isclose(was, now, rel_tol=1e-6):  # files of models may have rounded it
             log.warning("starting from %s with model.%s=%s instead of %s", checkpoint, name, now, was)
 
 

@@ -81,7 +81,7 @@ def _usage(name: str, loaded: TextEncoder, masked_lm: bool, has_predictor: bool,
     ]
     if masked_lm and architecture == "qwen3":
         lines.append(
-            f'logits = AutoModelForCausalLM.from_pretrained("{name}")  # of each position itself, seen both ways'
+            f'head = AutoModelForCausalLM.from_pretrained("{name}")  # logits of each position itself, seen both ways'
         )
     elif masked_lm:
         lines.append(f'pipeline("fill-mask", "{name}")("The cat {mask} on the mat.")')
@@ -110,6 +110,8 @@ def _shape(loaded: TextEncoder, predictor: Predictor | None) -> dict[str, Any]:
 
 def _training(config: dict[str, Any], run: Path, step: int) -> dict[str, Any]:
     rows: dict[str, Any] = {"steps": f"{step:,}", "tokens in a row": config["data"]["seq_len"]}
+    if (config.get("init") or {}).get("path"):
+        rows["start"] = "the weights of another model or run: name it here, and mind its licence"
     records = read_metrics(run / "metrics.jsonl") if is_local(run) else []
     record = next((r for r in records if r["step"] == step and "flops" in r), None)
     if record is not None:

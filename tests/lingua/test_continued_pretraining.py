@@ -237,7 +237,11 @@ def test_what_was_trained_is_exported_as_what_computes_the_same(
     out, ours = tmp_path / "out", bert_of(trained[case])
     export(ExportArgs(ckpt=str(trained[case]), to=str(out)))
     assert f"out: written as {architecture};" in capsys.readouterr().out
-    assert f"The architecture is `{architecture}`" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert f"The architecture is `{architecture}`" in card
+    assert ("pipeline_tag: fill-mask" in card) == (architecture == "eurobert")
+    assert ('head = AutoModelForCausalLM.from_pretrained("out")' in card) == (architecture == "qwen3")
+    assert "| start | the weights of another model" in card
     ids = torch.randint(0, WORDS, (2, 11), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": torch.cat((ids, torch.full((2, 3), 5)), 1), "attention_mask": torch.ones(2, 14).long()}
     batch["attention_mask"][:, 11:] = 0  # and with padding
