@@ -100,9 +100,9 @@ class TextEmbedder(FrozenEncoder):
     def sequences(self, texts: Sequence[str], prompt: str | None = None) -> Sequences:
         """Tokens of each text as ``prompt`` says. Raises UserError for what is no text or has no token."""
         check_prompt(prompt)
-        before = self.prompts.get(prompt or "", "")
-        self.encoder.max_length = self.max_lengths.get(prompt or "", self.max_length)
-        return self.encoder.text_sequences([before + text for text in texts] if before else texts)
+        role = prompt or ""
+        max_length = self.max_lengths.get(role, self.max_length)
+        return role_sequences(self.encoder, texts, self.prompts.get(role, ""), max_length)
 
     def encode(
         self,
@@ -146,17 +146,26 @@ class TextEmbedder(FrozenEncoder):
 class SentenceTransformerEmbedder:
     """A model of the sentence-transformers library, with its own batching, prompts and lengths."""
 
-    def __init__(self, name: str, device: str | None, dtype: torch.dtype, max_length: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: str | None,
+        dtype: torch.dtype,
+        max_length: int | None,
+        trust_remote_code: bool = False,
+    ) -> None:
         library = optional("sentence_transformers", f"st:{name}", "requirements-eval.txt")
         try:
-            self.model = library.SentenceTransformer(name, device=usable_device(device))
+            self.model = library.SentenceTransformer(
+                name, device=usable_device(device), trust_remote_code=trust_remote_code
+            )
         except UserError:
             raise
         except Exception as error:  # of several libraries: no such repository, no network, unknown modules
-            raise UserError(
-                f"st:{name}: cannot be loaded: {' '.join(str(error).split())[:500]}; check the id or folder and the "
-                "connection to the hub"
-            ) from None
+            hint = "check the id or folder and the connection to the hub"
+            if "trust_remote_code" in str(error):
+                hint = "this model comes with code of its own: read it, then give trust_remote_code=true"
+            raise UserError(f"st:{name}: cannot be loaded: {' '.join(str(error).split())[:500]}; {hint}") from None
         self.model.to(dtype)
         self.dtype = dtype
         if max_length is not None:
@@ -181,6 +190,12 @@ class SentenceTransformerEmbedder:
         return shorten(found_ND, dim, normalize)
 
 
+def role_sequences(encoder: FrozenEncoder, texts: Sequence[str], before: str, max_length: int) -> Sequences:
+    """Tokens of each text behind ``before``, cut to ``max_length``. Raises UserError for what has no token."""
+    encoder.max_length = max_length
+    return encoder.text_sequences([before + text for text in texts] if before else texts)
+
+
 def check_prompt(prompt: str | None) -> None:
     """Raise UserError unless it is a role that texts have."""
     if prompt is not None and prompt not in PROMPTS:
@@ -197,7 +212,11 @@ def shorten(x_ND: np.ndarray, dim: int | None, normalize: bool) -> np.ndarray:
 
 
 def load_embedder(
-    path: str | Path, device: str | None = None, dtype: torch.dtype = torch.float32, max_length: int | None = None
+    path: str | Path,
+    device: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    max_length: int | None = None,
+    trust_remote_code: bool = False,
 ) -> TextEmbedder | SentenceTransformerEmbedder:
     """Any embedding model.
 
@@ -207,15 +226,16 @@ def load_embedder(
         device: None takes the GPU if there is one.
         dtype: float32, or bfloat16 to compute in mixed precision (of ``st:``, to have the weights in).
         max_length: most tokens of a text, specials included; None: as the model was trained.
+        trust_remote_code: run Python files that come with a model from elsewhere.
 
     Raises:
         UserError: no such model, or one that is damaged.
     """
     name = str(path)
     if name.startswith("st:"):
-        return SentenceTransformerEmbedder(name.removeprefix("st:"), device, dtype, max_length)
+        return SentenceTransformerEmbedder(name.removeprefix("st:"), device, dtype, max_length, trust_remote_code)
     if name.startswith("hf:"):
-        return _by_mean(load_hf_encoder(name.removeprefix("hf:"), max_length, device, dtype))
+        return _by_mean(load_hf_encoder(name.removeprefix("hf:"), max_length, device, dtype, trust_remote_code))
     folder = resolve(path)
     if "backbone" not in read_state(folder):
         return _by_mean(load_encoder(path, max_length=max_length, device=device, dtype=dtype))
@@ -250,7 +270,7 @@ def _load_run(
     config, backbone = read_yaml(folder / "config.yaml"), read_state(folder)["backbone"]
     lengths = {role: config["data"]["max_length"][role] if max_length is None else max_length for role in PROMPTS}
     if "hf" in backbone:
-        encoder = _hf_of_run(run_folder(path, folder) / BACKBONE, max(lengths.values()), device, dtype)
+        encoder = hf_of_run(run_folder(path, folder) / BACKBONE, max(lengths.values()), device, dtype)
         shape = hf_shape(encoder.model.config)
     else:
         encoder = load_encoder(path, max_length=max(lengths.values()), device=device, dtype=dtype)
@@ -261,7 +281,9 @@ def _load_run(
     return TextEmbedder(encoder, embedder, config["data"]["prompt"], lengths)
 
 
-def _hf_of_run(folder: Path, max_length: int, device: str | None, dtype: torch.dtype) -> HFEncoder:
+def hf_of_run(
+    folder: Path, max_length: int, device: str | None = "cpu", dtype: torch.dtype = torch.float32
+) -> HFEncoder:
     """A backbone from Hugging Face whose weights are in the checkpoint."""
     transformers = optional("transformers", f"{folder}", "requirements-eval.txt")
     if not (folder / "config.json").is_file():

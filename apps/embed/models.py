@@ -15,7 +15,7 @@ from lingua.distributed import pick_dtype
 from lingua.embedder import SentenceTransformerEmbedder, TextEmbedder, load_embedder
 from lingua.errors import UserError
 from lingua.features import run_folder
-from lingua.frozen import NoTokenError, usable_device, weights_digest
+from lingua.frozen import NoTokenError, usable_device
 
 SOURCES = ("hf:", "st:")
 SAMPLE = "A tokenizer shows by how it cuts this: 3.14, re-read, naïve Zürich; quickly!"
@@ -27,6 +27,7 @@ class ModelArgs:
 
     ckpt: str | None = None  # run folder (its newest complete checkpoint) or checkpoint folder, of any app
     model: str | None = None  # instead of ckpt: hf:NAME, any encoder (mean), or st:NAME, of sentence-transformers
+    trust_remote_code: bool = False  # run Python files that come with such a model
     max_length: int | None = None  # most tokens of a text, special ones included; none: as the model was trained
     dim: int | None = None  # the first so many channels only, of a model with Matryoshka dimensions
     dtype: str = "fp32"  # of computation: fp32 | bf16 (faster, rounds vectors to three digits) | auto
@@ -69,7 +70,7 @@ class Model:
         device = usable_device(args.device or device)
         dtype = pick_dtype(args.dtype, torch.device(device.partition(":")[0]))
         self.embedder: TextEmbedder | SentenceTransformerEmbedder = load_embedder(
-            args.source(), device, dtype, args.max_length
+            args.source(), device, dtype, args.max_length, args.trust_remote_code
         )
         if args.dim is not None and args.dim > self.embedder.dim:
             raise UserError(f"dim={args.dim}: the vectors of {args.source()} have {self.embedder.dim} channels")
@@ -103,7 +104,7 @@ class Model:
             how = [tokens, embedder.prompts, embedder.max_lengths, str(model.pooler.args), model.causal]
         else:
             how = [model.tokenizer(SAMPLE)["input_ids"], model.prompts, str(model)]
-        digest = hashlib.sha256(weights_digest(model, self.dtype))
+        digest = hashlib.sha256(embedder.weights_digest())
         digest.update(json.dumps([how, embedder.max_length, self.args.dim], sort_keys=True).encode())
         return digest.hexdigest()[:16]
 

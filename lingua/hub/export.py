@@ -29,11 +29,16 @@ OURS = "lingua.json"  # what our own loader needs beyond the rest
 ORIGINAL_TOKENIZER = "lingua_tokenizer"  # folder of the files that the run's tokenizer was read from
 OUTPUT = "output.weight"  # beside a predictor: its output matrix, if that is not the embedding
 FORMAT = 1  # of OURS
+STOCK = "sentence_transformers.models."  # the library's own modules
+POOLING_MODES = {"mean": "mean_tokens", "first": "cls_token", "max": "max_tokens", "last": "lasttoken"}
 
 
 @dataclass
 class ExportArgs:
-    """Write a checkpoint's encoder as a model that transformers and sentence-transformers load."""
+    """Write a checkpoint as a model that sentence-transformers loads, its encoder also as one of transformers.
+
+    Of a pretraining run it is the encoder, pooled by the mean; of ``apps.embed`` the embedding model.
+    """
 
     ckpt: str = "???"  # run folder (its newest complete checkpoint) or checkpoint folder
     to: str = "???"  # folder to write, new or empty
@@ -58,11 +63,16 @@ def export(args: ExportArgs) -> None:
     check_new(to)
     optional("tokenizers", "export")
     folder = checkpoint.resolve(args.ckpt)
+    if "backbone" in checkpoint.read_state(folder):
+        from lingua.hub.embedding import export_embedder
+
+        export_embedder(args, folder)
+        return
     with checkpoint.in_use(folder):
         loaded = load_encoder(folder, device="cpu", run=run_folder(args.ckpt, folder))
         config, state = loaded.config, checkpoint.read_state(folder)
         objective = state.get("objective")
-        _check_expressed(config["model"], objective, str(folder))
+        check_expressed(config["model"], objective, str(folder))
         kind = architecture(loaded.encoder.args, str(folder))
         predictor = load_predictor(folder, loaded.encoder, config["model"])
     library = to_library(loaded.tokenizer)
@@ -98,7 +108,8 @@ def whole_or_not(to: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_expressed(model: dict[str, Any], objective: str | None, where: str) -> None:
+def check_expressed(model: dict[str, Any], objective: str | None, where: str) -> None:
+    """Raise UserError if the encoder does what no architecture of transformers does."""
     if objective == "clm":
         raise UserError(
             f"{where}: was trained to predict each next token (objective=clm), with causal attention; what is exported "
@@ -133,39 +144,14 @@ def _write(
     state: dict[str, Any],
 ) -> None:
     data = config["data"]
-    longest = max(data["seq_len"], *(phase.get("seq_len") or 0 for phase in data.get("phases") or [{}]))
-    ids = {role: getattr(tokenizer, f"{role}_id") for role in ("bos", "pad", "eos", "mask")}
     masked_lm = predictor is None and state.get("objective") != "rtd"
-    _write_json(to / "config.json", transformers_config(encoder.args, kind, longest, ids, masked_lm))
-    _write_weights(to / "model.safetensors", to_transformers(encoder, masked_lm))
+    write_encoder(to, kind, encoder, tokenizer, library, longest_row(data), masked_lm)
     if predictor is not None:
         own_output = {} if encoder.args.tied else {OUTPUT: encoder.output_VD.detach()}
-        _write_weights(to / "predictor.safetensors", predictor.state_dict() | own_output)
-
-    names = special_names(tokenizer)
-    library.save(str(to / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": longest,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "clean_up_tokenization_spaces": False,
-        "cls_token": names["bos"],
-        "sep_token": names["eos"],
-        **{f"{role}_token": name for role, name in names.items()},
-    }
-    _write_json(to / "tokenizer_config.json", settings)
-
-    modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling")]
-    described = [
-        {"idx": i, "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (name, path, kind) in enumerate(modules)
-    ]
-    _write_json(to / "modules.json", described)
-    _write_json(to / "sentence_bert_config.json", {"max_seq_length": data["seq_len"], "do_lower_case": False})
-    (to / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": encoder.args.dim, "pooling_mode_mean_tokens": True, "include_prompt": True}
-    _write_json(to / "1_Pooling" / "config.json", {**pooling, "pooling_mode_cls_token": False})
-    _write_json(to / "config_sentence_transformers.json", {"prompts": {}, "similarity_fn_name": "cosine"})
+        write_weights(to / "predictor.safetensors", predictor.state_dict() | own_output)
+    write_pipeline(
+        to, [("1_Pooling", STOCK + "Pooling", pooling_config(encoder.args.dim, "mean"))], data["seq_len"], {}
+    )
 
     # Paths of the machine it was trained on stay there.
     own = data["tokenizer"] | {"path": ORIGINAL_TOKENIZER if tokenizer.files else None}
@@ -180,11 +166,70 @@ def _write(
         "tokenizer": own,
         "tokenizer_identity": tokenizer.identity(),
     }
-    _write_json(to / OURS, ours)
+    write_json(to / OURS, ours)
     save_copy(tokenizer, to / ORIGINAL_TOKENIZER)
 
 
-def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
+def longest_row(data: dict[str, Any]) -> int:
+    """Tokens of the longest row that a pretraining had."""
+    return max(data["seq_len"], *(phase.get("seq_len") or 0 for phase in data.get("phases") or [{}]))
+
+
+def write_encoder(
+    to: Path, kind: str, encoder: Encoder, tokenizer: Tokenizer, library: Any, longest: int, masked_lm: bool
+) -> None:
+    """What ``AutoModel`` and ``AutoTokenizer`` load.
+
+    Args:
+        kind: the architecture of ``transformers``.
+        library: the tokenizer as the ``tokenizers`` library has it.
+        longest: most tokens of a text.
+        masked_lm: the output matrix is that of masked language modelling.
+    """
+    ids = {role: getattr(tokenizer, f"{role}_id") for role in ("bos", "pad", "eos", "mask")}
+    write_json(to / "config.json", transformers_config(encoder.args, kind, longest, ids, masked_lm))
+    write_weights(to / "model.safetensors", to_transformers(encoder, masked_lm))
+    names = special_names(tokenizer)
+    library.save(str(to / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": longest,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "cls_token": names["bos"],
+        "sep_token": names["eos"],
+        **{f"{role}_token": name for role, name in names.items()},
+    }
+    write_json(to / "tokenizer_config.json", settings)
+
+
+def pooling_config(dim: int, kind: str) -> dict[str, Any]:
+    """Of the library's own pooling module. Args: kind: as :data:`POOLING_MODES` has it."""
+    modes = {f"pooling_mode_{mode}": name == kind for name, mode in POOLING_MODES.items()}
+    return {"word_embedding_dimension": dim, **modes, "include_prompt": True}
+
+
+def write_pipeline(
+    to: Path, modules: list[tuple[str, str, dict[str, Any] | None]], max_length: int, prompts: dict[str, str]
+) -> None:
+    """What ``SentenceTransformer`` loads beside the encoder.
+
+    Args:
+        modules: folder, class and config of each module behind the encoder; None for one that has no config.
+        prompts: what stands before a text, by role.
+    """
+    described = [{"idx": 0, "name": "0", "path": "", "type": STOCK + "Transformer"}]
+    for index, (path, kind, config) in enumerate(modules, start=1):
+        described.append({"idx": index, "name": str(index), "path": path, "type": kind})
+        (to / path).mkdir()
+        if config is not None:
+            write_json(to / path / "config.json", config)
+    write_json(to / "modules.json", described)
+    write_json(to / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
+    write_json(to / "config_sentence_transformers.json", {"prompts": prompts, "similarity_fn_name": "cosine"})
+
+
+def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     whole = {name: weight.to(torch.float32).contiguous() for name, weight in weights.items()}
@@ -192,7 +237,7 @@ def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
     shutil.copymode(path.with_name("config.json"), path)  # it would be readable by its owner alone
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
