@@ -80,7 +80,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Two groups: matrices with decay; norms, vectors and embeddings without."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     decayed, others = [], []
-    for parameter in model.parameters():
+    for parameter in (p for p in model.parameters() if p.requires_grad):  # without those of a frozen part
         is_matrix = parameter.dim() >= 2 and id(parameter) not in embeddings
         (decayed if is_matrix else others).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

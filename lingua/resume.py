@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 FREE_TO_CHANGE = (
     "dump_dir", "micro_rows", "compile", "distributed", "logging", "stats", "profiling", "checkpoint", "validation",
     "resume", "model.attention",
+    "data.path", "data.queries", "data.collection", "backbone", "cache_states",
     "data.root_dir", "data.validation", "data.prefetch", "data.cache_dir", "data.cache_gb", "optim.max_nonfinite",
 )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import json
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lingua.errors import UserError
-from lingua.files import optional
+from lingua.files import PACKED_ENDINGS, is_remote, open_raw, open_text, optional
 
 Row = tuple[int, dict[str, Any]]
 CONLL_ENDINGS = (".conll", ".iob", ".iob2", ".bio", ".txt")
@@ -27,18 +26,19 @@ def read_rows(path: str) -> Iterator[Row]:
     column names, quotes are characters like any other. ``.parquet``: rows are counted instead of lines. ``.conll``,
     ``.iob``, ``.iob2``, ``.bio`` or ``.txt``: a word a line with its tags in columns, an empty line after a sentence; a
     row is a sentence with ``words`` (the first column), ``tags`` (the last) and ``column_1`` ... (all but the first).
-    UTF-8; ``.gz`` behind any but parquet.
+    UTF-8; ``.gz`` or ``.zst`` behind any but parquet. On a disk or anywhere fsspec reaches.
 
     Raises:
         UserError: no such file, unknown ending, or a line that cannot be read.
     """
-    ending = "".join(Path(path).suffixes[-2:]) if path.endswith(".gz") else Path(path).suffix
+    name = path.removesuffix(next((packed for packed in PACKED_ENDINGS if path.endswith(packed)), ""))
+    ending = Path(name).suffix
     readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".tsv": _tsv_rows, **dict.fromkeys(CONLL_ENDINGS, _conll_rows)}
-    read = _parquet_rows if ending == ".parquet" else readers.get(ending.removesuffix(".gz"))
+    read = _parquet_rows if path.endswith(".parquet") else readers.get(ending)
     if read is None:
         endings = ", ".join(readers)
         raise UserError(f"{path}: expected a file that ends in {endings} (or those with .gz) or .parquet")
-    if not Path(path).is_file():
+    if not is_remote(path) and not Path(path).is_file():
         raise UserError(f"{path}: no such file")
     yield from read(path)
 
@@ -59,9 +59,10 @@ def _lines(path: str) -> Iterator[str]:
     """Lines with their ends, decoded one at a time so that an error has a line number."""
     number = 0
     try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        with open_text(path) as file:
+            for line in file:
+                number += 1
+                yield line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from None
     except (EOFError, zlib.error, OSError) as error:
@@ -134,7 +135,7 @@ def _parquet_rows(path: str) -> Iterator[Row]:
     parquet = optional("pyarrow.parquet", "reading parquet files")
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
+        with open_raw(path) as stream, parquet.ParquetFile(stream) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1

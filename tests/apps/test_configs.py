@@ -12,7 +12,7 @@ from lingua.args import parse
 from tests.support import ROOT
 
 CLASSES = {"bert": BertTrainArgs, "crossbert": CrossBertTrainArgs}
-CONFIGS = sorted(path.relative_to(ROOT) for path in ROOT.glob("apps/*/configs/*.yaml"))
+CONFIGS = sorted(path.relative_to(ROOT) for app in CLASSES for path in ROOT.glob(f"apps/{app}/configs/*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=str)
