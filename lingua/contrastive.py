@@ -88,6 +88,7 @@ def info_nce(
         negative_NM = negative_NM | ~own_NM
     negative_NM = negative_NM & candidates.real_M
     place_N1 = positive_NM.int().argmax(1, keepdim=True)
+    weight_N = candidates.weight_N.to(queries_ND.dtype)
     count_N, left_out = negative_NM.sum(1), queries_ND.new_zeros(())
     losses = []
     for dim in [queries_ND.shape[1], *args.matryoshka]:
@@ -98,16 +99,16 @@ def info_nce(
             if args.false_negative_margin is not None:
                 false_NM = negative_NM & (cosine_NM > positive_N1 + args.false_negative_margin)
                 negative_NM = negative_NM & ~false_NM
-                left_out = (false_NM.sum(1) * candidates.weight_N).sum()
+                left_out = (false_NM.sum(1) * weight_N).sum()
                 count_N = negative_NM.sum(1)
         logits_NM = (cosine_NM / temperature).masked_fill(~(negative_NM | positive_NM), -torch.inf)
-        losses.append((logits_NM.logsumexp(1) - positive_N1.squeeze(1) / temperature) @ candidates.weight_N)
+        losses.append((logits_NM.logsumexp(1) - positive_N1.squeeze(1) / temperature) @ weight_N)
     return ContrastiveSum(
         torch.stack(losses).mean(),
-        candidates.weight_N.sum(),
-        (count_N * candidates.weight_N).sum(),
+        weight_N.sum(),
+        (count_N * weight_N).sum(),
         left_out,
-        (~nearer_NM.any(1) * candidates.weight_N).sum(),
+        (~nearer_NM.any(1) * weight_N).sum(),
     )
 
 

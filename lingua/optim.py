@@ -138,6 +138,7 @@ class Optimizer:
         self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.most_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
+    @torch.no_grad()
     def step(self, step: int, total: LossSum) -> Tensor:
         """One update from gradients of a loss that was summed over the targets of all ranks (``total``).
 

@@ -96,6 +96,10 @@ class EmbedModel(Embedder):
         super().__init__(backbone.encoder.model, build_pooler(pooler, backbone.shape, backbone.about), backbone.causal)
         self.frozen = frozen
         self.encoder.requires_grad_(not frozen)
+        for name in ("pooler", "output"):  # what makes a [CLS] vector or logits has no part in this
+            part = getattr(self.encoder, name, None)
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False)
         self.log_temperature = None
         if temperature is not None:
             self.log_temperature = nn.Parameter(torch.tensor([math.log(temperature)]))
@@ -136,7 +140,10 @@ class EmbedModel(Embedder):
             states_BSD: what the encoder gave for these texts before, if it is known.
         """
         real_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) < lengths_B[:, None]
-        x_BSD = self.read(tokens_BS, real_BS, types_BS) if states_BSD is None else states_BSD
+        if states_BSD is None:
+            x_BSD = self.read(tokens_BS, real_BS, types_BS)
+        else:
+            x_BSD = states_BSD.to(next(self.parameters()).dtype)
         x_BD = self.pool(x_BSD, real_BS)
         return x_BD, x_BD.new_ones(1) if self.log_temperature is None else self.log_temperature.exp()
 

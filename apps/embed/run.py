@@ -95,6 +95,7 @@ class Embedding(Run):
                 "be told apart from"
             )
         self._states: dict[int, States] = {}
+        self._seen = 0  # tokens since the last record
         if args.cache_states:
             self._encode_once(cache)
         seen = self._queries_compared()
@@ -165,7 +166,6 @@ class Embedding(Run):
 
     def batches(self, first: int, last: int) -> Iterator[Batch]:
         """This rank's share of each step."""
-        self._seen = 0
         for step in range(first, last + 1):
             yield self.batch(step).to(self.world.device)
 
