@@ -74,7 +74,7 @@ def encode(args: EncodeArgs) -> dict[str, Any]:
         optional("pyarrow", "format=parquet")
     world = start(TIMEOUT)
     target = Path(args.out)
-    folder = target.with_name(target.name + ".parts") if target.suffix == ".npy" else target
+    folder = target.with_name(target.name + ".parts") if args.out.endswith(".npy") else target
     stamps = world.from_first(input_stamps(args.input) if world.is_first else None)
     model = Model(args, str(world.device))
     made = {
@@ -86,16 +86,21 @@ def encode(args: EncodeArgs) -> dict[str, Any]:
         "format": args.format,
         "part_rows": args.part_rows,
     }
-    summary = world.from_first(_finished(target, made) if world.is_first and target.is_file() else None)
-    if summary is not None:
-        return summary
+    summary = world.from_first(finished(target, made) if world.is_first and target.is_file() else None)
+    if summary is None:
+        if world.is_first:
+            claim(folder, made)
+        world.gather(None)  # the folder is there
+        n_parts = _make_parts(args, model, folder, world)
+        world.gather(None)  # every part is there
+        summary = world.from_first(_finish(args, model, made, folder, n_parts) if world.is_first else None)
     if world.is_first:
-        _claim(folder, made)
-    world.gather(None)  # the folder is there
-    n_parts = _make_parts(args, model, folder, world)
-    world.gather(None)  # every part is there
-    if not world.is_first:
-        return {}
+        _tell(summary, target)
+    return summary
+
+
+def _finish(args: EncodeArgs, model: Model, made: dict[str, Any], folder: Path, n_parts: int) -> dict[str, Any]:
+    """The account of all parts, and the parts as one file if that is asked for."""
     if n_parts == 0:
         raise UserError(f"input={args.input}: has no rows")
     parts = [json.loads(_account(folder, i).read_text()) for i in range(n_parts)]
@@ -110,11 +115,10 @@ def encode(args: EncodeArgs) -> dict[str, Any]:
         "bad": sum(part["n_bad"] for part in parts),
         "bad_listed": bad[:LISTED],
     }
-    if target.suffix == ".npy":
-        _join(folder, target, summary)
+    if args.out.endswith(".npy"):
+        _join(folder, Path(args.out), summary)
     else:
         write_whole(folder / DONE, (json.dumps(summary, indent=1) + "\n").encode())
-    _tell(summary, target)
     return summary
 
 
@@ -132,9 +136,9 @@ def _make_parts(args: EncodeArgs, model: Model, folder: Path, world: World) -> i
             n_parts += 1
             if args.bad_rows == "fail":
                 for row in rows:
-                    _refuse(row)
+                    refuse(row)
             # The vectors are written last, so a part with vectors has its account too.
-            if index % world.size == world.rank and not _part(folder, index, args.format).is_file():
+            if index % world.size == world.rank and not part_file(folder, index, args.format).is_file():
                 _make_part(args, model, folder, index, rows)
                 if progress is not None:
                     progress.advance(len(rows), len(rows))
@@ -146,7 +150,7 @@ def _make_part(args: EncodeArgs, model: Model, folder: Path, index: int, rows: l
     vectors_ND, empty = model.encode_or_zeros([row.text for row in rows], args.prompt)
     bad = [(rows[i], rows[i].bad or "no token: the tokenizer drops all of it") for i in empty]
     if bad and args.bad_rows == "fail":
-        _refuse(Text(bad[0][0].path, bad[0][0].line, "", bad[0][1]))
+        refuse(Text(bad[0][0].path, bad[0][0].line, "", bad[0][1]))
     account = {
         "rows": len(rows),
         "truncated": (model.truncated or 0) - before,
@@ -159,7 +163,7 @@ def _make_part(args: EncodeArgs, model: Model, folder: Path, index: int, rows: l
     else:
         _write_parquet(buffer, vectors_ND, rows)
     write_whole(_account(folder, index), json.dumps(account).encode())
-    write_whole(_part(folder, index, args.format), buffer.getvalue())
+    write_whole(part_file(folder, index, args.format), buffer.getvalue())
 
 
 def _write_parquet(buffer: io.BytesIO, vectors_ND: np.ndarray, rows: list[Text]) -> None:
@@ -175,7 +179,8 @@ def _write_parquet(buffer: io.BytesIO, vectors_ND: np.ndarray, rows: list[Text])
     parquet.write_table(pyarrow.table(columns), buffer)
 
 
-def _part(folder: Path, index: int, kind: str) -> Path:
+def part_file(folder: Path, index: int, kind: str) -> Path:
+    """Of the part's vectors."""
     return folder / f"part_{index:06d}.{kind}"
 
 
@@ -183,7 +188,8 @@ def _account(folder: Path, index: int) -> Path:
     return folder / f"_part_{index:06d}.json"
 
 
-def _refuse(row: Text) -> None:
+def refuse(row: Text) -> None:
+    """Raise UserError if the row is a bad one."""
     if row.bad:
         raise UserError(
             f"{row.path}, line {row.line}: {row.bad}; mend the file, or set bad_rows=zeros to give such rows a vector "
@@ -191,35 +197,36 @@ def _refuse(row: Text) -> None:
         )
 
 
-def _claim(folder: Path, made: dict[str, Any]) -> None:
-    """Make the folder for these vectors. Raises UserError if it has others in it."""
+def claim(folder: Path, made: dict[str, Any]) -> None:
+    """Make the folder for what is to be made. Raises UserError if it has something else in it."""
     writable_folder(folder)
     told = folder / MADE
     if told.is_file():
-        _check_same(json.loads(told.read_text()), made, folder)
+        check_same(json.loads(told.read_text()), made, folder)
     elif any(folder.iterdir()):
         raise UserError(f"out={folder}: has files of something else; give a new folder")
     else:
         write_whole(told, (json.dumps(made, indent=1) + "\n").encode())
 
 
-def _check_same(found: dict[str, Any], made: dict[str, Any], where: Path) -> None:
+def check_same(found: dict[str, Any], made: dict[str, Any], where: Path) -> None:
+    """Raise UserError if what is there was made of something else than is asked for."""
     differs = [name for name, value in made.items() if found.get(name) != value]
     if differs:
         raise UserError(
-            f"out={where}: holds vectors that differ in {', '.join(differs)} "
+            f"out={where}: what is there differs in {', '.join(differs)} "
             f"({str(found.get(differs[0]))[:100]}, asked for {str(made[differs[0]])[:100]}); give another out, or "
             "remove it"
         )
 
 
-def _finished(target: Path, made: dict[str, Any]) -> dict[str, Any]:
+def finished(target: Path, made: dict[str, Any]) -> dict[str, Any]:
+    """The account beside a file that is done. Raises UserError if it is of something else."""
     told = target.with_name(target.name + ".json")
     if not told.is_file():
         raise UserError(f"out={target}: is there already, and not of this command; give another file, or remove it")
     summary = json.loads(told.read_text())
-    _check_same(summary, made, target)
-    _tell(summary, target)
+    check_same(summary, made, target)
     return summary
 
 
@@ -232,7 +239,7 @@ def _join(folder: Path, target: Path, summary: dict[str, Any]) -> None:
         )
         row = 0
         for index in range(summary["parts"]):
-            part_ND = np.load(_part(folder, index, "npy"), mmap_mode="r")
+            part_ND = np.load(part_file(folder, index, "npy"), mmap_mode="r")
             joined[row : row + len(part_ND)] = part_ND
             row += len(part_ND)
         joined.flush()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lingua.errors import UserError
-from lingua.files import InputFile, check_unchanged, list_files, open_text
+from lingua.evaluation.tables import read_rows
+from lingua.files import InputFile, check_unchanged, list_files
 from lingua.preparation.readers import BadLine, ReaderArgs, blocks, parse
 
-CSV_ENDINGS = {".csv": ",", ".tsv": "\t"}
+TABLE_ENDINGS = (".csv", ".tsv")
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,8 @@ def read_texts(path: str, column: str) -> Iterator[Text]:
         UserError: no file, no such column, or a file that is damaged or changes while it is read.
     """
     for file in list_files(path):
-        rows = _csv_rows(file, column) if _delimiter(file.path) else _document_rows(file, column)
+        is_table = file.path.removesuffix(".gz").removesuffix(".zst").endswith(TABLE_ENDINGS)
+        rows = _table_rows(file.path, column) if is_table else _document_rows(file, column)
         for row in rows:
             if not row.bad and not row.text.strip():
                 row = Text(row.path, row.line, "", "empty text")
@@ -64,30 +63,8 @@ def _document_rows(file: InputFile, column: str) -> Iterator[Text]:
         raise UserError(str(error).replace("text=COLUMN", "column=COLUMN")) from None
 
 
-def _delimiter(path: str) -> str | None:
-    name = path.removesuffix(".gz").removesuffix(".zst")
-    return next((sign for ending, sign in CSV_ENDINGS.items() if name.endswith(ending)), None)
-
-
-def _csv_rows(file: InputFile, column: str) -> Iterator[Text]:
-    csv.field_size_limit(sys.maxsize)  # the module's own limit of 131,072 characters is less than a document
-    delimiter = _delimiter(file.path)
-    quoting = {"quoting": csv.QUOTE_NONE} if delimiter == "\t" else {"strict": True}
-    line = 1
-    try:
-        with open_text(file.path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as text:
-            reader = csv.reader(text, delimiter=delimiter, **quoting)
-            columns = next(reader, [])
-            if column not in columns:
-                found = ", ".join(columns) or "none"
-                raise UserError(f"{file.path}, line 1: no column {column!r}, found {found}; give column=COLUMN")
-            place = columns.index(column)
-            line = reader.line_num + 1
-            for values in reader:
-                if len(values) != len(columns):
-                    yield Text(file.path, line, "", f"{len(values)} columns, the first line names {len(columns)}")
-                else:
-                    yield Text(file.path, line, values[place])
-                line = reader.line_num + 1
-    except (csv.Error, UnicodeDecodeError, OSError, EOFError) as error:
-        raise UserError(f"{file.path}: cannot be read after line {line}: {' '.join(str(error).split())}") from None
+def _table_rows(path: str, column: str) -> Iterator[Text]:
+    for line, row in read_rows(path):
+        if column not in row:
+            raise UserError(f"{path}, line 1: no column {column!r}, found {', '.join(row)}; give column=COLUMN")
+        yield Text(path, line, row[column])

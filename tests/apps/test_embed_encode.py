@@ -126,9 +126,9 @@ def test_vectors_of_something_else_are_not_gone_on_with(folder: Path, tmp_path: 
     encode(args(folder, tmp_path / "v.npy"))
     other = make_model(tmp_path / "other", "bert", seed=1)
     for out in ("v", "v.npy"):
-        with pytest.raises(UserError, match=r"differ in identity"):
+        with pytest.raises(UserError, match=r"differs in identity"):
             encode(args(folder, tmp_path / out, model=f"hf:{other}"))
-        with pytest.raises(UserError, match=r"differ in input"):
+        with pytest.raises(UserError, match=r"differs in input"):
             encode(args(folder, tmp_path / out, "texts.txt"))
     (tmp_path / "else").mkdir()
     (tmp_path / "else/file").touch()
@@ -162,10 +162,10 @@ def test_columns_that_are_missing_and_damaged_files_are_told(folder: Path, tmp_p
     with pytest.raises(UserError, match=r"cut.csv.gz: cannot be read after line"):
         list(read_texts(str(cut), "text"))
     (tmp_path / "wrong.csv").write_text('id,text\n1,"two\nlines"\n2\n3,three\n')
-    rows = list(read_texts(str(tmp_path / "wrong.csv"), "text"))
-    assert [(row.line, row.text, row.bad) for row in rows] == [
-        (2, "two\nlines", ""), (4, "", "1 columns, the first line names 2"), (5, "three", ""),
-    ]  # fmt: skip
+    rows = read_texts(str(tmp_path / "wrong.csv"), "text")
+    assert next(rows).text == "two\nlines"
+    with pytest.raises(UserError, match=r"wrong.csv, line 4: 1 columns, the first line names 2"):
+        next(rows)
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(UserError, match="has no rows"):
         encode(args(folder, tmp_path / "none", input=str(tmp_path / "empty.jsonl")))
