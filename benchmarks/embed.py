@@ -3,9 +3,10 @@
     python -m benchmarks.embed out=FILE.json
 
 Encoding: sentences a second of texts of mixed lengths, tokenizing included. Training: pairs a second of steps of
-in-batch InfoNCE on the whole encoder (their ``MultipleNegativesRankingLoss``), with clipping and fused AdamW; ours has
-the tokens ready that ``apps.embed.train`` keeps, theirs are tokenized in the step, as each library does it. Both take turns,
-and a figure is the median over rounds of the ratio of the two. Vectors and losses are checked to be the same first.
+in-batch InfoNCE on the whole encoder (their ``MultipleNegativesRankingLoss``), with clipping and fused AdamW. Ours has
+the tokens ready that ``apps.embed.train`` keeps, theirs are tokenized in the step: so do the two libraries. Both take
+turns, and a figure is the median over rounds of the ratio of the two. Vectors and losses are checked to be the same
+first.
 """
 
 from __future__ import annotations
