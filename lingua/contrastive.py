@@ -133,31 +133,35 @@ def gather_rows(x_ND: Tensor) -> Tensor:
 
 def backward_in_parts(
     model: nn.Module,
-    parts: Sequence[Any],
+    parts: Sequence[Sequence[Any]],
     loss: Callable[[Tensor, Tensor], ContrastiveSum],
     precision: Callable[[], AbstractContextManager],
 ) -> ContrastiveSum:
-    """Add the gradient of a loss of many texts' vectors to the model's, however few texts fit into one pass.
+    """Add the gradient of a loss of many texts' vectors to the model's, however few texts fit into memory.
 
     One part is one plain pass. Several take GradCache (Gao et al. 2021): vectors without graph, the loss's gradient for
     them, and a second pass through the model part by part; the result is the same. The model must give a text the
     same vector twice: no dropout.
 
     Args:
-        model: gives (vectors [n, D], temperature [1]) of a part's ``arguments()``.
-        parts: texts; all ranks have equally many parts.
-        loss: of all vectors, part after part, and the temperature.
+        model: gives (vectors [n, D], temperature [1]) of the ``arguments()`` of texts.
+        parts: what is in memory together, as batches of texts; all ranks have equally many of both.
+        loss: of all vectors, batch after batch, and the temperature.
         precision: context of the forward pass.
     """
+
+    def forward(part: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        with precision():
+            found = [model(*texts.arguments()) for texts in part]
+        return torch.cat([x_ND for x_ND, _ in found]), found[0][1]
+
     if len(parts) == 1:
         sync_gradients(model, when=True)
-        with precision():
-            found = model(*parts[0].arguments())
-        total = loss(*found)
+        total = loss(*forward(parts[0]))
         total.loss.backward()
         return total
-    with torch.no_grad(), precision():
-        found = [model(*part.arguments()) for part in parts]
+    with torch.no_grad():
+        found = [forward(part) for part in parts]
     vectors = torch.cat([x_ND for x_ND, _ in found]).requires_grad_()
     temperature = found[0][1].detach().requires_grad_()
     total = loss(vectors, temperature)
@@ -165,8 +169,7 @@ def backward_in_parts(
     grads = vectors.grad.split([len(x_ND) for x_ND, _ in found])
     for (part, grad_ND), is_last in with_last(list(zip(parts, grads, strict=True))):
         sync_gradients(model, when=is_last)
-        with precision():
-            x_ND, t = model(*part.arguments())
+        x_ND, t = forward(part)
         product = (x_ND * grad_ND).sum()
         if is_last and t.requires_grad:
             product = product + (t * temperature.grad).sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from apps.embed.store import Store
 from lingua.contrastive import Candidates
 from lingua.errors import UserError
+from lingua.frozen import length_buckets
 from lingua.hashing import counter_hash, permutation
 
 ORDER, NEGATIVES, HELD_OUT = 1, 2, 3  # what a hash is for
@@ -41,10 +42,10 @@ class Texts:
 class Batch:
     """This rank's share of a step: its texts in parts of like lengths, and what belongs together.
 
-    The vectors of the texts, part after part, stand in their order at ``place_T``: queries first, then passages.
+    The vectors of the texts, as they stand in the parts, are at ``place_T`` in order: queries first, then passages.
     """
 
-    parts: list[Texts]
+    parts: list[list[Texts]]
     place_T: Tensor
     n_queries: int
     candidates: Candidates  # of this rank's queries; its passages, or those of all ranks
@@ -52,7 +53,8 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same on ``device``."""
         candidates = Candidates(*(tensor.to(device) for tensor in self.candidates))
-        return Batch([part.to(device) for part in self.parts], self.place_T.to(device), self.n_queries, candidates)
+        parts = [[texts.to(device) for texts in part] for part in self.parts]
+        return Batch(parts, self.place_T.to(device), self.n_queries, candidates)
 
 
 class States:
@@ -212,8 +214,15 @@ def share(numbers: np.ndarray, rank: int, size: int, cross_rank: bool) -> tuple[
     return texts, per_rank, Candidates(*map(torch.from_numpy, found))
 
 
-def parts_of(lengths: np.ndarray, micro_rows: int) -> Iterator[np.ndarray]:
-    """Places of the texts of each pass: like lengths together, longest first."""
-    order = np.argsort(-lengths, kind="stable")
+def parts_of(lengths: np.ndarray, micro_rows: int, alone: bool) -> list[list[np.ndarray]]:
+    """Places of the texts of each part of ``micro_rows`` at most, like lengths together, longest first.
+
+    Args:
+        alone: a part is several batches with little padding; else one, so that all ranks have equally many.
+    """
+    order, parts = np.argsort(-lengths, kind="stable"), []
     for start in range(0, len(order), micro_rows):
-        yield order[start : start + micro_rows]
+        places = order[start : start + micro_rows]
+        tokens = int(lengths[places].sum()) + 1
+        parts.append([places[bucket] for bucket in length_buckets(lengths[places], tokens)] if alone else [places])
+    return parts

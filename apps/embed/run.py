@@ -174,10 +174,12 @@ class Embedding(Run):
         world, store = self.world, self.stores["train"]
         cross = self.args.loss.cross_rank
         numbers, n_queries, candidates = share(self._batches.numbers(step), world.rank, world.size, cross)
-        places = list(parts_of(np.array([len(store.tokens(number)) for number in numbers]), self.args.micro_rows))
-        parts = [self._texts(store, numbers[place]) for place in places]
-        self._seen += sum(int(part.lengths_B.sum()) for part in parts)
-        return Batch(parts, torch.from_numpy(np.argsort(np.concatenate(places))), n_queries, candidates)
+        lengths = store.lengths[numbers]
+        places = parts_of(lengths, self.args.micro_rows, world.size == 1)
+        parts = [[self._texts(store, numbers[place]) for place in part] for part in places]
+        self._seen += int(lengths.sum())
+        order_T = np.concatenate([place for part in places for place in part])
+        return Batch(parts, torch.from_numpy(np.argsort(order_T)), n_queries, candidates)
 
     def _texts(self, store: Store, numbers: np.ndarray) -> Texts:
         return texts_of(store, numbers, self.backbone.encoder.pad_id, self._types, self._states.get(id(store)))
@@ -229,7 +231,8 @@ class Embedding(Run):
     def _vectors(self, store: Store, numbers: np.ndarray) -> Tensor:
         """Vectors of length 1 of texts, which the ranks share out, on every rank."""
         world = self.world
-        places = list(parts_of(np.array([len(store.tokens(number)) for number in numbers]), self.args.micro_rows))
+        parts = parts_of(store.lengths[numbers], self.args.micro_rows, world.size == 1)
+        places = [place for part in parts for place in part]
         # A sharded model is gathered by all ranks together, so all take the same number of parts.
         most = -(-len(places) // world.size)
         own = places[world.rank :: world.size]

@@ -35,14 +35,15 @@ class Store:
 
     Attributes:
         rows: [rows, 2 + K] int32 numbers of texts.
+        lengths: tokens of each text.
         manifest: what was read, cut and left out.
     """
 
     def __init__(self, folder: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
         self._tokens = np.memmap(folder / "tokens.u32", dtype="<u4", mode="r")
-        lengths = np.fromfile(folder / "lengths.i32", dtype="<i4")
-        self._bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.lengths = np.fromfile(folder / "lengths.i32", dtype="<i4")
+        self._bounds = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         self.rows: np.ndarray = np.load(folder / "rows.npy", mmap_mode="r")
 
     def __len__(self) -> int:

@@ -162,14 +162,15 @@ def test_gradcache_gives_the_gradient_of_one_pass(sizes: tuple[int, ...], learn_
         return info_nce(vectors_TD[:QUERIES], vectors_TD[QUERIES:], candidates, ContrastiveArgs(), temperature)
 
     gradients, sums = [], []
-    for parts in ([Part(x_TD)], [Part(part) for part in x_TD.split(sizes)]):
+    for parts in ([[Part(x_TD)]], [[Part(part)] for part in x_TD.split(sizes)], [[Part(p) for p in x_TD.split(9)]]):
         model = Model(learn_temperature)
         sums.append(backward_in_parts(model, parts, loss, contextlib.nullcontext))
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert float(sums[0].loss) == pytest.approx(float(sums[1].loss), rel=1e-12)
-    for name, gradient in gradients[0].items():
-        assert gradient.abs().max() > 1e-4
-        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-10, rtol=1e-6)
+    for other in (1, 2):
+        assert float(sums[0].loss) == pytest.approx(float(sums[other].loss), rel=1e-12)
+        for name, gradient in gradients[0].items():
+            assert gradient.abs().max() > 1e-4
+            torch.testing.assert_close(gradients[other][name], gradient, atol=1e-10, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
