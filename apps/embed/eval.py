@@ -6,8 +6,10 @@ on where it stopped.
 
 from __future__ import annotations
 
+import json
 import math
 import platform
+import re
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from lingua.args import cli, to_dict
 from lingua.checkpoint import resolve
 from lingua.distributed import find_ranks
 from lingua.errors import UserError
-from lingua.evaluation.results import writable_folder, write_whole
+from lingua.evaluation.results import RESULTS, writable_folder, write_whole
 from lingua.features import run_folder
 from lingua.files import optional
 from lingua.storage import is_local
@@ -59,7 +61,8 @@ def evaluate(args: MtebArgs) -> dict[str, Any]:
     model = MtebModel(Model(args))
     meta = model.mteb_model_meta
     cache = mteb.ResultCache(root / "tasks")
-    out = writable_folder(root / meta.model_name_as_path() / meta.revision)
+    benchmark_folder = re.sub(r"\W+", "_", args.benchmark).strip("_")
+    out = writable_folder(root / meta.model_name_as_path() / meta.revision / benchmark_folder)
     results = {
         "benchmark": args.benchmark,
         "model": {"name": meta.name, "identity": meta.revision, "source": args.source()},
@@ -69,6 +72,7 @@ def evaluate(args: MtebArgs) -> dict[str, Any]:
         "tasks": {},
         "missing": {t.metadata.name: "not run yet" if t in tasks else NOT_ASKED for t in benchmark},
     }
+    keep_scores(results, out)
     failed = []
     for number, task in enumerate(tasks, start=1):
         name = task.metadata.name
@@ -92,6 +96,22 @@ def evaluate(args: MtebArgs) -> dict[str, Any]:
             f"{out}/errors/. The same command tries these again and keeps the rest"
         )
     return results
+
+
+def keep_scores(results: dict[str, Any], out: Path) -> None:
+    """Take over what an earlier command found for tasks that are not asked for now, on the same data."""
+    if not (out / RESULTS).is_file():
+        return
+    earlier = json.loads((out / RESULTS).read_text())
+    if (
+        earlier["versions"]["mteb"] != results["versions"]["mteb"]
+        or earlier["config"]["data"] != results["config"]["data"]
+    ):
+        return
+    for name, found in earlier["tasks"].items():
+        if results["missing"].get(name) == NOT_ASKED:
+            results["tasks"][name] = found
+            del results["missing"][name]
 
 
 def run_task(task: Any, model: Any, cache: Any, data: str | None) -> dict[str, Any]:

@@ -197,6 +197,16 @@ def test_finished_tasks_are_kept_and_no_other_model_s_or_data_s(
     assert not runs(data=str(tmp_path / "data"))
 
 
+def test_scores_of_tasks_not_asked_for_again_stay_in_the_table(folder: Path, tmp_path: Path) -> None:
+    evaluate(args(folder, tmp_path))
+    evaluate(args(folder, tmp_path, tasks=["SCIDOCS"]))
+    assert set(only(tmp_path)["tasks"]) == {"BIOSSES", "SCIDOCS"}
+    assert set(only(tmp_path)["missing"]) == set(only(tmp_path)["task_types"]) - {"BIOSSES", "SCIDOCS"}
+    evaluate(args(folder, tmp_path, benchmark="MTEB(eng, v1)"))
+    names = {path.parent.name: set(json.loads(path.read_text())["tasks"]) for path in tmp_path.rglob("results.json")}
+    assert names == {"MTEB_eng_v2": {"BIOSSES", "SCIDOCS"}, "MTEB_eng_v1": {"BIOSSES"}}
+
+
 def test_tasks_that_fail_are_named_and_tried_again(folder: Path, tmp_path: Path) -> None:
     asked = args(folder, tmp_path, tasks=["BIOSSES", "STS12", "SICK-R"])
     data = folder / "data/mteb/sickr-sts/test.jsonl"
