@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from apps.embed.store import SAMPLE
 from lingua.checkpoint import resolve
 from lingua.distributed import pick_dtype
 from lingua.embedder import SentenceTransformerEmbedder, TextEmbedder, load_embedder
@@ -18,7 +19,6 @@ from lingua.features import run_folder
 from lingua.frozen import NoTokenError, usable_device
 
 SOURCES = ("hf:", "st:")
-SAMPLE = "A tokenizer shows by how it cuts this: 3.14, re-read, naïve Zürich; quickly!"
 
 
 @dataclass
