@@ -62,6 +62,10 @@ class EmbedTrainArgs(RunArgs):
         super().__post_init__()
         if self.batch_queries < 1:
             raise UserError(f"batch_queries={self.batch_queries}: expected at least 1")
+        if self.compile:
+            raise UserError("compile=true: batches of texts differ in length, and blocks would be compiled for each")
+        if self.stats.every and self.backbone.startswith("hf:"):
+            raise UserError("stats.every: statistics of activations are of our own encoders; leave it out")
         if self.cache_states and not self.freeze:
             raise UserError("cache_states=true needs freeze=true: an encoder that learns gives other states each step")
 
@@ -98,10 +102,10 @@ class Embedding(Run):
         self._seen = 0  # tokens since the last record
         if args.cache_states:
             self._encode_once(cache)
-        seen = self._queries_compared()
+        steps = self._batches.epoch_steps(0)
         log.info(
-            "%d rows an epoch in %d steps; each query against %s passages",
-            self._batches.epoch_steps(0) * args.batch_queries, self._batches.epoch_steps(0), seen,
+            "%d of %d rows in the %d steps of the first epoch; each query is compared with %d passages",
+            steps * args.batch_queries, len(rows) - held.sum(), steps, self._passages_compared(),
         )  # fmt: skip
 
     def _paths(self) -> dict[str, str]:
@@ -113,12 +117,12 @@ class Embedding(Run):
         self.lead(lambda: build(folder, path, args, encoder), f"reading {path}")
         return Store(folder)
 
-    def _queries_compared(self) -> str:
-        args, negatives = self.args, self._batches.negatives
-        ranks = self.world.size if args.loss.cross_rank else 1
-        queries = args.batch_queries // (self.world.size // ranks)
-        others = (queries - 1) * (1 + negatives) if args.loss.in_batch else 0
-        return str(1 + others + (negatives if args.loss.own_negatives else 0))
+    def _passages_compared(self) -> int:
+        """At most, its own passage among them."""
+        loss, negatives = self.args.loss, self._batches.negatives
+        queries = self.args.batch_queries if loss.cross_rank else -(-self.args.batch_queries // self.world.size)
+        others = (queries - 1) * (1 + negatives) if loss.in_batch else 0
+        return 1 + others + (negatives if loss.own_negatives else 0)
 
     def _encode_once(self, cache: Path) -> None:
         """The states of every token of every text, by the frozen encoder, on disk."""
