@@ -148,10 +148,10 @@ class OurTraining:
     def batch(self, step: int) -> Batch:
         """As the training makes it."""
         numbers, n_queries, candidates = share(self.batches.numbers(step), 0, 1, False)
-        lengths = np.array([len(self.store.tokens(number)) for number in numbers])
-        places = list(parts_of(lengths, self.micro_rows))
-        parts = [texts_of(self.store, numbers[place], self.pad_id, False) for place in places]
-        return Batch(parts, torch.from_numpy(np.argsort(np.concatenate(places))), n_queries, candidates)
+        places = parts_of(self.store.lengths[numbers], self.micro_rows, True)
+        parts = [[texts_of(self.store, numbers[place], self.pad_id, False) for place in part] for part in places]
+        order_T = np.concatenate([place for part in places for place in part])
+        return Batch(parts, torch.from_numpy(np.argsort(order_T)), n_queries, candidates)
 
     def loss(self, batch: Batch, vectors_TD: torch.Tensor, temperature: torch.Tensor) -> ContrastiveSum:
         """In-batch InfoNCE."""
