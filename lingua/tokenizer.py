@@ -261,8 +261,9 @@ def byte_spans(text: str, sizes: Sequence[int]) -> np.ndarray:
     code_N = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     bytes_N = 1 + (code_N >= 0x80).astype(np.int64) + (code_N >= 0x800) + (code_N >= 0x10000)
     character_of_byte = np.repeat(np.arange(len(text)), bytes_N)
-    ends = np.cumsum(sizes, dtype=np.int64)
-    return np.stack([character_of_byte[ends - sizes], character_of_byte[ends - 1] + 1], axis=1)
+    size_N = np.array(sizes, dtype=np.int64)
+    end_N = np.cumsum(size_N)
+    return np.stack([character_of_byte[end_N - size_N], character_of_byte[end_N - 1] + 1], axis=1)
 
 
 def valid_text(text: str) -> str:
