@@ -165,7 +165,7 @@ def train(
     """The loop.
 
     Returns:
-        the evaluations on the dev rows; the best of them with ``weights``, those that are trained (the first of equals;
+        the evaluations on the dev rows; the best of them with ``weights``, those that are trained (the last of equals;
         None: there was none); and why the run diverged, or None.
     """
     rows = data.parts["train"]
@@ -196,12 +196,11 @@ def train(
         losses.clear()
         primary = data.metrics[0]
         print(f"step {step}/{steps}: loss {loss:.4f}, dev {primary} {100 * scores[primary]:.2f}", flush=True)
-        if best is None or scores[primary] > best["dev"][primary]:
-            best, waited = {**history[-1], "weights": trained_weights(model)}, 0
-        else:
-            waited += 1
-            if args.patience and waited >= args.patience:
-                break
+        waited = 0 if best is None or scores[primary] > best["dev"][primary] else waited + 1
+        if best is None or scores[primary] >= best["dev"][primary]:
+            best = {**history[-1], "weights": trained_weights(model)}
+        if args.patience and waited >= args.patience:
+            break
     return history, best, None
 
 
