@@ -50,7 +50,7 @@ def report(args: ReportArgs) -> dict[str, Any]:
     rows = [_row(by_rate, folder) for by_rate in groups.values()]
     _name(rows)
     rows.sort(key=lambda row: (EIGHT.index(row["task"]) if row["task"] in EIGHT else len(EIGHT), row["name"]))
-    found = {"rows": rows, "glue_mean": _glue_mean(rows), "unfinished": unfinished}
+    found = {"rows": rows, "glue_means": _glue_means(rows), "unfinished": unfinished}
     table = results_table(found)
     out = writable_folder(args.out or folder)
     write_whole(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
@@ -133,16 +133,22 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, part in config.items() for k, v in _flat(part, f"{prefix}.{key}" if prefix else key).items()}
 
 
-def _glue_mean(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The plain mean of the primary scores of GLUE's eight tasks, over all seeds; None unless each is there once."""
-    eight = [row for row in rows if row["task"] in EIGHT]
-    if sorted(row["task"] for row in eight) != sorted(EIGHT):
-        return None
-    mean = statistics.mean(row["all_seeds"][row["metric"]]["mean"] for row in eight)
-    origins = {row["init"] for row in eight if row["init"]}
-    moved = {origin: [row["task"] for row in eight if row["init"] == origin] for origin in sorted(origins)}
-    diverged = sum(len(row["diverged"]) for row in eight)
-    return {"mean": mean, "initialized_from": moved, "diverged_seeds": diverged}
+def _glue_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Plain means of the primary scores of GLUE's eight tasks over all seeds: without any that was initialized from
+    another task, and with those that were, where there are such. None of eight that are not each there once."""
+    plain = {task: [row for row in rows if row["task"] == task and not row["init"]] for task in EIGHT}
+    moved = {task: [row for row in rows if row["task"] == task and row["init"]] for task in EIGHT}
+    choices = [plain] + ([{task: moved[task] or plain[task] for task in EIGHT}] if any(moved.values()) else [])
+    means = []
+    for choice in choices:
+        eight = [row for found in choice.values() for row in found]
+        if all(len(found) == 1 for found in choice.values()):
+            mean = statistics.mean(row["all_seeds"][row["metric"]]["mean"] for row in eight)
+            origins = sorted({row["init"] for row in eight if row["init"]})
+            initialized = {origin: [row["task"] for row in eight if row["init"] == origin] for origin in origins}
+            diverged = sum(len(row["diverged"]) for row in eight)
+            means.append({"mean": mean, "initialized_from": initialized, "diverged_seeds": diverged})
+    return means
 
 
 def results_table(found: dict[str, Any]) -> str:
@@ -177,14 +183,11 @@ def results_table(found: dict[str, Any]) -> str:
         "non-finite ones at the score of `majority`, which always says the same.\n",
         markdown_table(header, lines),
     ]
-    if mean := found["glue_mean"]:
-        moved = "; ".join(
-            f"{', '.join(tasks)} initialized from {origin}" for origin, tasks in mean["initialized_from"].items()
-        )
-        text.append(
-            f"GLUE, mean of 8, all seeds: {100 * mean['mean']:.1f}" + (f" ({moved})" if moved else "")
-            + (f"; {mean['diverged_seeds']} seeds diverged" if mean["diverged_seeds"] else "") + "\n"
-        )  # fmt: skip
+    for mean in found["glue_means"]:
+        moved = [f"{', '.join(tasks)} initialized from {origin}" for origin, tasks in mean["initialized_from"].items()]
+        diverged = [f"{mean['diverged_seeds']} seeds diverged"] if mean["diverged_seeds"] else []
+        told = "; ".join(moved + diverged)
+        text.append(f"GLUE, mean of 8, all seeds: {100 * mean['mean']:.1f}" + (f" ({told})" if told else "") + "\n")
     if found["unfinished"]:
         notes.append(f"- not finished, and not in the table: {', '.join(found['unfinished'])}")
     return "\n".join(text) + ("\n" + "\n".join(notes) + "\n" if notes else "")

@@ -19,6 +19,7 @@ from typing import Any
 from lingua.args import build, parse
 from lingua.errors import UserError
 from lingua.memory import Spread, backward_passes, training_memory
+from lingua.run_args import PretrainingArgs
 from lingua.stool.args import StoolArgs, script_words
 
 
@@ -59,7 +60,7 @@ def make_plan(script: Script, config: Any, args: StoolArgs) -> dict[str, Any]:
     """
     ranks = args.nodes * args.ranks_per_node
     plan: dict[str, Any] = {"gpus": args.nodes * args.ngpu, "ranks": ranks}
-    if not hasattr(config, "batch_tokens"):
+    if not isinstance(config, PretrainingArgs):
         return plan
     masking = getattr(config, "masking", None)
     views = 2 if getattr(masking, "complementary", False) else 1

@@ -488,16 +488,23 @@ def test_the_learning_rate_is_the_dev_rows_choice(tmp_path: Path) -> None:
 
 def test_the_mean_of_eight_names_what_it_is_of(tmp_path: Path) -> None:
     for i, task in enumerate(EIGHT):
-        origin = {"task": "mnli", "folder": "x"} if task in ("rte", "stsb") else None
-        fake(tmp_path, task, 1e-5, 0, 0.5, 0.6 + i / 100, init=origin)
+        fake(tmp_path / "plain", task, 1e-5, 0, 0.5, 0.6 + i / 100)
     found = report(ReportArgs(str(tmp_path)))
-    assert found["glue_mean"]["mean"] == pytest.approx(0.635)
-    assert found["glue_mean"]["initialized_from"] == {"mnli": ["stsb", "rte"]}
     assert [row["task"] for row in found["rows"]] == EIGHT
-    assert "GLUE, mean of 8, all seeds: 63.5 (stsb, rte initialized from mnli)" in (tmp_path / "results.md").read_text()
-    other = {"task": "rte", "optim": {}, "tasks": {}, "dropout": 0.5, "init": None}
-    fake(tmp_path, "rte", 1e-5, 1, 0.5, 0.6, config=other)
-    assert report(ReportArgs(str(tmp_path)))["glue_mean"] is None  # RTE twice: which is meant?
+    assert found["glue_means"] == [{"mean": pytest.approx(0.635), "initialized_from": {}, "diverged_seeds": 0}]
+    for task in ("rte", "stsb"):
+        config = {"task": task, "optim": {}, "tasks": {}, "init": "runs/mnli"}
+        origin = {"task": "mnli", "folder": "runs/mnli"}
+        fake(tmp_path / "moved", task, 1e-5, 0, 0.5, 0.9, init=origin, config=config, diverged="why")
+    _, moved = report(ReportArgs(str(tmp_path)))["glue_means"]
+    before = {task: 0.6 + i / 100 for i, task in enumerate(EIGHT)}
+    assert moved["mean"] == pytest.approx(np.mean(list((before | {"rte": 0.9, "stsb": 0.9}).values())))
+    table = (tmp_path / "results.md").read_text()
+    assert "GLUE, mean of 8, all seeds: 63.5\n" in table
+    assert f"all seeds: {100 * moved['mean']:.1f} (stsb, rte initialized from mnli; 2 seeds diverged)" in table
+    other = {"task": "cola", "optim": {}, "tasks": {}, "dropout": 0.5, "init": None}
+    fake(tmp_path, "cola", 1e-5, 1, 0.5, 0.6, config=other)
+    assert report(ReportArgs(str(tmp_path)))["glue_means"] == []  # CoLA twice: which is meant?
 
 
 def test_settings_side_by_side_are_told_apart(home: Path, tmp_path: Path) -> None:
