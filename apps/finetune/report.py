@@ -65,7 +65,9 @@ def _is_open(run: Path) -> bool:
 
 def _setting(result: dict[str, Any]) -> str:
     """Everything of a run but learning rate and seed."""
-    config = {key: value for key, value in result["config"].items() if key not in ("seed", "tasks", *FREE)}
+    config = {
+        key: value for key, value in result["config"].items() if key not in ("seed", "tasks", "keep_weights", *FREE)
+    }
     config |= {"optim": {**config["optim"], "lr": None}, "own": result["config"]["tasks"].get(result["task"])}
     return json.dumps(config, sort_keys=True)
 
