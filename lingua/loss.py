@@ -8,7 +8,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-CACHED_VOCABULARY = 8192  # entries up to which 256 rows of logits stay in a CPU's cache
+# Rows whose logits exist at once. Each chunk costs a pass over the gradient of the output matrix, which is as slow as
+# the products of some hundred rows.
+CHUNK_ROWS = {"cpu": 1024, "cuda": 2048}
+CACHED_LOGITS = 1 << 19  # on a CPU, how many at a time go through the softmax, so that they stay in a core's cache
 
 
 class LossSum(NamedTuple):
@@ -26,17 +29,6 @@ class LossSum(NamedTuple):
         return {"loss": float(self.loss / self.targets)}
 
 
-def chunk_rows(device: str, vocab_size: int) -> int:
-    """Rows whose logits exist at once.
-
-    Each chunk costs a pass over the gradient of the output matrix, which with a large vocabulary is as slow as the
-    products of some hundred rows; so few rows only where that keeps all logits in a cache.
-    """
-    if device == "cpu":
-        return 256 if vocab_size <= CACHED_VOCABULARY else 1024
-    return 2048
-
-
 Sums = TypeVar("Sums", bound=LossSum)  # or another NamedTuple of sums that has ``loss``, ``targets`` and ``figures``
 
 
@@ -48,6 +40,29 @@ def add_up(parts: Sequence[Sums]) -> Sums:
 def _product_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _to_gradient_(logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, wide: torch.dtype) -> Tensor:
+    """The weighted loss of a chunk, whose logits become their gradients, before weighting, in place."""
+    loss = torch.zeros((), dtype=wide, device=logits_NV.device)
+    rows = len(logits_NV)
+    if logits_NV.device.type == "cpu":
+        rows = max(1, CACHED_LOGITS // logits_NV.shape[1])
+    for part_MV, targets_M, weights_M in zip(
+        logits_NV.split(rows), targets_N[:, None].split(rows), weights_N.split(rows), strict=True
+    ):
+        x_MV = part_MV.to(wide)
+        grad_MV = x_MV.softmax(dim=1)
+        # Of the log-sum-exp the softmax leaves its largest entry, exp(max - logsumexp).
+        log_z_M = x_MV.amax(dim=1) - grad_MV.amax(dim=1).log()
+        loss += ((log_z_M - x_MV.gather(1, targets_M).squeeze(1)) * weights_M).sum()
+        if z_loss:
+            loss += z_loss * (log_z_M.square() * weights_M).sum()
+            grad_MV *= 1 + 2 * z_loss * log_z_M[:, None]
+        # d loss / d logits = softmax - one-hot, and 2 z log Z softmax.
+        grad_MV.scatter_add_(1, targets_M, torch.full_like(targets_M, -1, dtype=wide))
+        part_MV.copy_(grad_MV)
+    return loss
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -62,28 +77,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x) if needs_x else None
         grad_weight = None
         loss = torch.zeros((), dtype=wide, device=x.device)
-        rows = chunk_rows(device, len(weight))
+        rows = CHUNK_ROWS[device]
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            logits = (x[part] @ weight.T).to(wide)
-            log_probabilities = logits.log_softmax(dim=1)
-            target = targets_N[part, None]
-            loss -= (log_probabilities.gather(1, target).squeeze(1) * weights_N[part]).sum()
-            if z_loss:
-                log_z = logits.logsumexp(dim=1)
-                loss += z_loss * (log_z.square() * weights_N[part]).sum()
-            if not (needs_x or needs_weight):
-                continue
-            # d loss / d logits = softmax - one-hot, written over the log-probabilities, and 2 z log Z softmax.
-            grad = log_probabilities.exp_()
-            if z_loss:
-                grad *= 1 + 2 * z_loss * log_z[:, None]
-            grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=wide))
-            grad = grad.mul_(weights_N[part, None]).to(dtype)
+            grad = x[part] @ weight.T
+            loss += _to_gradient_(grad, targets_N[part], weights_N[part], z_loss, wide)
+            # Weights go into the narrow factors, not into the gradient, which is as wide as the vocabulary.
+            weights = weights_N[part, None].to(dtype)
             if grad_x is not None:
-                grad_x[part] = grad @ weight
+                grad_x[part] = (grad @ weight) * weights
             if needs_weight:
-                of_part = grad.T @ x[part]
+                of_part = grad.T @ (x[part] * weights)
                 grad_weight = of_part.to(wide) if grad_weight is None else grad_weight.add_(of_part)
         if needs_weight and grad_weight is None:  # no rows
             grad_weight = torch.zeros_like(weight, dtype=wide)
@@ -133,7 +137,7 @@ def sample_tokens(x_ND: Tensor, weight_VD: Tensor, uniform_N: Tensor) -> Tensor:
     dtype = _product_dtype(x_ND)
     x, weight = x_ND.to(dtype), weight_VD.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    samples, rows = [], chunk_rows(x.device.type, len(weight))
+    samples, rows = [], CHUNK_ROWS[x.device.type]
     for part, uniform in zip(x.split(rows), uniform_N.split(rows), strict=True):
         cumulative = (part @ weight.T).to(wide).softmax(dim=1).cumsum(dim=1)
         # The last of them is not quite 1; rounding must not step over it either.

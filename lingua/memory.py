@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lingua.loss import CHUNK_ROWS
+from lingua.loss import CACHED_LOGITS, CHUNK_ROWS
 
 MODES = ("none", "selective", "block")  # of activation checkpointing
 
@@ -112,9 +112,11 @@ def loss_bytes(matrix: tuple[int, ...], config: Any, micro_rows: int, low: int, 
     share = config.masking.hidden_ratio * getattr(config.masking, "predicted_share", 1.0)
     positions = config.data.seq_len * share * micro_rows * _views_at_once(config)
     reduced = low if low < wide else 0
-    logits = min(positions, CHUNK_ROWS[device]) * vocab * 2 * (wide + reduced)
+    logits = min(positions, CHUNK_ROWS[device]) * vocab
+    at_once = min(logits, max(vocab, CACHED_LOGITS)) if device == "cpu" else logits  # go through the softmax
+    softmax = at_once * (2 * wide if reduced else wide)  # its result, and what it reads where logits are narrower
     of_matrix = vocab * dim * (wide + low + reduced)  # its gradient, a chunk's part of it, its copy
-    return logits + of_matrix + positions * dim * (low + reduced)
+    return logits * low + softmax + of_matrix + positions * dim * (low + reduced)
 
 
 def activations(config: Any, micro_rows: int, low: int, wide: int, checkpointing: str) -> tuple[float, float]:
