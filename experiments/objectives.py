@@ -16,16 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common import environment, write_result
 from experiments.quickstart_seeds import PROBE, accuracies, run_module
 from lingua.args import cli, read_yaml
 from lingua.checkpoint import resolve
 from lingua.errors import UserError
 from lingua.metrics import read_metrics
-from lingua.source import TokenSource
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.run_folder import unigram_losses
 
 RUNS = "experiments/objectives.yaml"
 DATA = Path("data/quickstart")
@@ -64,7 +61,7 @@ def main(args: ObjectivesArgs) -> None:
         untrained = Path(args.runs) / str(seed) / "bert"
         run_module("apps.bert.eval", f"config={PROBE}", f"ckpt={untrained}", "random_init=true", *args.probe)
         found.setdefault("untrained", []).append({"accuracy": accuracies(untrained / "eval/untrained")})
-    unigram = unigram_loss()
+    unigram = unigram_losses(read_yaml("apps/bert/configs/quickstart.yaml"))["english"]
     for run in (run for runs in found.values() for run in runs if "loss" in run):
         run["stayed at unigram"] = not run["loss"] < unigram - MARGIN
     result = {"flops": args.flops, "seeds": args.seeds, "unigram": unigram, "runs": found, "compared": compare(found)}
@@ -93,17 +90,6 @@ def summary(folder: Path) -> dict[str, Any]:
         "validation": {key: value for key, value in validation.items() if key.startswith("valid/")},
         **{key: last[key] for key in ("step", "flops", "tokens", "data_tokens")},
     }
-
-
-def unigram_loss() -> float:
-    """Entropy in nats of the ordinary tokens of the validation rows: the least that a unigram model can reach there."""
-    config = read_yaml("apps/bert/configs/quickstart.yaml")["data"]
-    tokenizer = build_tokenizer(TokenizerArgs(**config["tokenizer"]))
-    source = TokenSource(config["validation"]["english"], config["seq_len"], 0, tokenizer)
-    tokens = source.rows(np.arange(min(256, source.tokens // source.seq_len))).flatten()
-    counts = np.bincount(tokens[~np.isin(tokens, tokenizer.special_ids)])
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
 
 
 def interval(values: list[float]) -> dict[str, float]:
