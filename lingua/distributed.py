@@ -295,8 +295,8 @@ def sync_gradients(model: nn.Module, when: bool) -> None:
 
 
 def sum_over_ranks(part: Sums) -> Sums:
-    """The sum of each rank's part, in the loss's precision; waits for nothing on a GPU."""
-    values = all_sum(torch.stack([value.double() for value in part]))
+    """The sum of each rank's part, in the loss's precision and without graph; waits for nothing on a GPU."""
+    values = all_sum(torch.stack([value.detach().double() for value in part]))
     return type(part)(*values.to(part.loss.dtype))
 
 

@@ -313,9 +313,8 @@ def test_resume_is_checked_by_the_code_that_runs(
     told = records.read_launch(tmp_path / "run")
     train = Path(told["code"]) / "apps/crossbert/train.py"
     args = train.read_text()
-    train.write_text(
-        args.replace("class CrossBertTrainArgs(PretrainingArgs):", "class CrossBertTrainArgs(PretrainingArgs):\n    then: int = 0", 1)
-    )
+    head = "class CrossBertTrainArgs(PretrainingArgs):"
+    train.write_text(args.replace(head, f"{head}\n    then: int = 0", 1))
     assert train.read_text() != args
     launch.resume(tmp_path / "run", [], ["then=3", "steps=77"], False)
     told = records.read_launch(tmp_path / "run")
