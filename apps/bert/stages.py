@@ -49,6 +49,8 @@ def check_stages(objective: str, stages: dict[str, StageArgs], optim: OptimArgs)
         return [1.0]
     if objective == "rtd":
         raise UserError("objective=rtd has no stages: they are of mlm and clm, which train the same weights")
+    if objective != OBJECTIVES[0]:
+        raise UserError(f"objective={objective} beside stages, each of which says its own: leave it out")
     for name, stage in stages.items():
         if stage.objective not in ("mlm", "clm"):
             raise UserError(f"stages.{name}.objective={stage.objective}: expected mlm or clm")

@@ -133,12 +133,20 @@ def _columns(row: dict[str, Any], place: str) -> tuple[str, str, list[str]]:
                 f"{', '.join(there) or 'none'} among {', '.join(map(str, row)) or 'no columns'}"
             )
         found += there
-    return found[0], found[1], [name for name in row if name in NEGATIVES or NEGATIVE.fullmatch(str(name))]
+    return found[0], found[1], [name for name in row if _is_negative(name)]
+
+
+def _is_negative(name: str) -> bool:
+    return name in NEGATIVES or NEGATIVE.fullmatch(str(name)) is not None
 
 
 def _row(row: dict[str, Any], columns: tuple[str, str, list[str]], place: str, bad: BadRows) -> Row | None:
     query, positive, negatives = columns
     texts: list[str] = []
+    for name in row:
+        if name not in (query, positive, *negatives) and (name in (*QUERY, *POSITIVE) or _is_negative(name)):
+            reason = f"a column {name} that the file's first row does not have: give it to all or none"
+            return bad.add(place, reason, f"{name} in some rows only")
     for name in (query, positive, *negatives):
         values = row.get(name)
         for value in values if isinstance(values, list) and name not in (query, positive) else [values]:

@@ -113,6 +113,8 @@ BAD = [
     ({"negative_2": None}, "no negative_2"),
     ({"negative_1": "yes one"}, "the positive is also a negative"),
     ({"positive": 1.5}, "positive is float: expected a text or an id"),
+    ({"negatives": ["no one"]}, "a column negatives that the file's first row does not have: give it to all or none"),
+    ({"anchor": "ask"}, "a column anchor that the file's first row does not have: give it to all or none"),
 ]
 
 
@@ -132,8 +134,8 @@ def test_bad_rows_that_are_skipped_are_counted(tmp_path: Path, caplog: pytest.Lo
     counts = store.manifest["left_out"]
     assert sum(counts.values()) == len(BAD) + 1
     assert counts["query is empty"] == counts["positive among negatives"] == counts["no negative_1"] == 1
-    assert store.manifest["left_out_examples"][-1] == f"{path}, line 9: no negative_1"
-    assert "7 left out: " in caplog.text
+    assert store.manifest["left_out_examples"][-1] == f"{path}, line 11: no negative_1"
+    assert "9 left out: " in caplog.text
     with pytest.raises(UserError, match=r"no row to train on; 1 left out: 1 query is empty \(such as .*, line 1"):
         open_store(tmp_path / "cache", write_jsonl(tmp_path / "all.jsonl", [ROWS[0] | BAD[0][0]]), on_error="skip")
 

@@ -213,6 +213,7 @@ def test_stages_by_hand() -> None:
     [
         ("nsp", {}, "objective=nsp: expected one of mlm, rtd, clm"),
         ("rtd", {"a": StageArgs("clm")}, "objective=rtd has no stages"),
+        ("clm", {"a": StageArgs("mlm")}, "objective=clm beside stages"),
         ("mlm", {"a": StageArgs("rtd")}, "stages.a.objective=rtd: expected mlm or clm"),
         ("mlm", {"a": StageArgs("clm", 0.0)}, "stages.a.fraction=0.0: expected a share above 0"),
         ("mlm", {"a": StageArgs("clm"), "b": StageArgs("mlm")}, "stages.b.fraction: only one stage may be without; a"),
