@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from apps.embed.batches import share
-from lingua.contrastive import Candidates, ContrastiveArgs, ContrastiveSum, backward_in_parts, info_nce
+from lingua.contrastive import Candidates, ContrastiveArgs, ContrastiveSum, backward_in_parts, gather_rows, info_nce
 from lingua.errors import UserError
 from tests.pairs import cosine
 
@@ -130,6 +131,57 @@ def test_a_text_that_is_there_to_fill_up_counts_nothing() -> None:
     expected = info_nce(whole_TD[:QUERIES], whole_TD[QUERIES:], alone[2], args, 0.05)
     for ours, other in zip(total, expected, strict=True):
         assert float(ours) == pytest.approx(float(other), rel=1e-5)
+
+
+def test_all_channels_decide_for_every_length_what_the_margin_leaves_out() -> None:
+    """By hand: of the negatives, one is nearer in all channels, the other in the first alone."""
+    queries_ND = torch.tensor([[1.0, 1.0]]).double()
+    passages_MD = torch.tensor(
+        [[-1.0, 2.0], [1.0, 1.0], [1.0, -3.0]]
+    ).double()  # cosines 0.32, 1, -0.45; first: -1, 1, 1
+    one = torch.zeros(1, dtype=torch.int64)
+    positive_M = torch.tensor([True, False, False])
+    candidates = Candidates(one, torch.ones(1), one.expand(3), positive_M, torch.ones(3, dtype=torch.bool))
+    args = ContrastiveArgs(false_negative_margin=0.5, matryoshka=[1])
+    found = info_nce(queries_ND, passages_MD, candidates, args, 1.0)
+    whole = [0.1**0.5, -(0.2**0.5)]
+    expected = sum(-np.log(np.exp(pair[0]) / np.exp(pair).sum()) for pair in (whole, [-1.0, 1.0])) / 2
+    assert float(found.loss) == pytest.approx(expected, rel=1e-12)
+    assert (float(found.negatives), float(found.left_out)) == (1, 1)
+
+
+def test_a_query_that_only_fills_up_has_no_negatives_left_out() -> None:
+    queries_ND, passages_MD, candidates = vectors(5)
+    args = ContrastiveArgs(false_negative_margin=0.0)
+    left = []
+    for counted in ([1, 1, 1, 1, 1], [1, 0, 1, 1, 1], [0, 1, 0, 0, 0]):
+        weighted = candidates._replace(weight_N=torch.tensor(counted, dtype=torch.float64))
+        left.append(float(info_nce(queries_ND, passages_MD, weighted, args, 1.0).left_out))
+    assert min(left) > 0
+    assert left[0] == left[1] + left[2]
+
+
+def test_an_encoder_that_gives_all_texts_one_vector_finds_nothing() -> None:
+    _, _, candidates = vectors()
+    found = info_nce(
+        torch.ones(QUERIES, 4), torch.ones(QUERIES * (1 + NEGATIVES), 4), candidates, ContrastiveArgs(), 1.0
+    )
+    assert found.figures()["found"] == 0
+    assert found.figures()["loss"] == pytest.approx(np.log(QUERIES * (1 + NEGATIVES)), rel=1e-6)
+
+
+def test_gathered_rows_have_the_gradient_of_all_ranks_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two ranks, the first played: its rows are ones, its gradient for all rows is 10."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather", lambda parts, x_ND: (parts[0].fill_(1.0), parts[1].copy_(x_ND)))
+    monkeypatch.setattr(dist, "all_reduce", lambda grad: grad.add_(10.0))
+    x_ND = torch.tensor([[2.0, 3.0], [4.0, 5.0]], requires_grad=True)
+    found = gather_rows(x_ND)
+    assert found.tolist() == [[1, 1], [1, 1], [2, 3], [4, 5]]
+    (found * torch.arange(8.0).view(4, 2)).sum().backward()
+    assert x_ND.grad.tolist() == [[14, 15], [16, 17]]
 
 
 @dataclass
