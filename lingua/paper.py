@@ -54,6 +54,26 @@ def results() -> tuple[Result, ...]:
     return tuple(Result(**row | {"table": int(row["table"]), "value": float(row["value"])}) for row in rows)
 
 
+def averages() -> list[tuple[Result, float]]:
+    """Every printed mean of Tables 3 to 9, with the mean of the columns beside it.
+
+    Both are of rounded values: they may differ by 0.1, half a unit of the last digit from each side.
+    """
+    rows: dict[tuple, dict[str, Result]] = {}
+    for found in results():
+        rows.setdefault((found.table, found.benchmark, found.setting, found.model), {})[found.column] = found
+    means = []
+    for (_, benchmark, _, _), row in rows.items():
+        weights = {"Avg": dict.fromkeys(GLUE, 1)}
+        if benchmark in MTEB_TASKS:
+            weights = {"MeanTaskType": dict.fromkeys(MTEB, 1), "MeanTask": MTEB_TASKS[benchmark]}
+        for name, weight in weights.items():
+            if name in row:
+                total = sum(row[column].value * n for column, n in weight.items())
+                means.append((row[name], total / sum(weight.values())))
+    return means
+
+
 def suite(family: str) -> list[dict[str, float]]:
     """The models of Table 10 (``bert``) or 11 (``crossbert``): its columns as printed, whole numbers as int."""
     with (FOLDER / f"{family}_models.csv").open(newline="") as file:

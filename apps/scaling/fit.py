@@ -126,10 +126,10 @@ def family_laws(rows: list[Row], loss: str, args: FitArgs) -> dict[str, Any]:
     best = {budget: sorted(group, key=lambda row: row[loss]) for budget, group in budgets.items()}
     laws: dict[str, Any] = {}
     for name in ("lr", "batch_tokens"):
-        if any(len({row[name] for row in group}) > 1 for group in budgets.values()):
-            top = {budget: group[: min(args.top_k, math.ceil(len(group) / 3))] for budget, group in best.items()}
-            laws[name] = law_of({budget: _mean([row[name] for row in group]) for budget, group in top.items()})
-        else:
+        searched = {b: group for b, group in best.items() if len({row[name] for row in group}) > 1}
+        top = {budget: group[: min(args.top_k, math.ceil(len(group) / 3))] for budget, group in searched.items()}
+        laws[name] = law_of({budget: _mean([row[name] for row in group]) for budget, group in top.items()})
+        if not searched:
             laws[name] = {"none": "every budget has one value of it only, so nothing was found out"}
     losses = {budget: group[0][loss] for budget, group in best.items()}
     span = max(losses.values()) - min(losses.values())
