@@ -102,21 +102,21 @@ def total_steps(config_path: Path, flops_per_step: float | None) -> int | None:
     return None
 
 
-def unigram_losses(config: dict[str, Any]) -> dict[str, float]:
+def unigram_losses(config: dict[str, Any], most_rows: int = 20_000) -> dict[str, float]:
     """For each validation set of a run's config: the least loss that a model without context can reach there.
 
-    That is the entropy in nats of the ordinary tokens of the rows that validation reads.
+    That is the entropy in nats of the ordinary tokens of the whole set (of its first ``most_rows`` rows): of the few
+    rows that validation reads it would come out too low, since rare tokens are missing there.
 
     Raises:
         UserError: the shards or the tokenizer are not where the config says.
     """
     data = config["data"]
     tokenizer = build_tokenizer(TokenizerArgs(**data["tokenizer"]))
-    rows = config.get("validation", {}).get("rows", 256)
     found = {}
     for name, folder in (data.get("validation") or {}).items():
         source = TokenSource(folder, data["seq_len"], 0, tokenizer)
-        tokens = source.rows(np.arange(min(rows, source.tokens // source.seq_len))).flatten()
+        tokens = source.rows(np.arange(min(most_rows, source.tokens // source.seq_len))).flatten()
         counts = np.bincount(tokens[~np.isin(tokens, tokenizer.special_ids)])
         shares = counts[counts > 0] / counts.sum()
         found[name] = float(-(shares * np.log(shares)).sum())

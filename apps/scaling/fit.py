@@ -12,11 +12,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from apps.scaling.collect import read_table
 from lingua import paper
 from lingua.args import cli
 from lingua.errors import UserError
 from lingua.evaluation.results import markdown_table, writable_folder, write_whole
+from lingua.run_table import read_table
 from lingua.scaling import fit_power_law, parabola
 
 Row = dict[str, Any]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from apps.scaling.rules import KINDS, Plan, Planner, RuleArgs
+from apps.scaling.rules import KINDS, Plan, Planner, RuleArgs, write_text
 from lingua.args import cli
 from lingua.errors import UserError
-from lingua.evaluation.results import write_whole
 from lingua.memory import MODES, Memory, Spread, backward_passes, training_memory
 from lingua.scaling import depth_law
 
@@ -48,7 +46,7 @@ def plan(args: PlanArgs) -> Plan:
     if args.out is None:
         print(f"\n{text}", end="")
     else:
-        write_whole(Path(args.out), text.encode())
+        write_text(args.out, text)
         print(f"config        {args.out}")
     return made
 

@@ -14,6 +14,7 @@ from torch import nn
 from lingua import paper
 from lingua.args import build, read_yaml
 from lingua.errors import UserError, check_fields
+from lingua.evaluation.results import writable_folder, write_whole
 from lingua.flops import peak_flops
 from lingua.scaling import BATCH_LAWS, LR_LAWS, RATIO, PowerLaw, Shape, shape_of, widths
 from lingua.stool.plan import accepted, load_script, meta_model
@@ -225,6 +226,11 @@ class Planner:
             return self.args.batch_tokens
         unit = self.row_tokens * self.args.gpus
         return unit * max(1, round(self.args.law("batch_tokens")(compute) / unit))
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file whole, making its folder. Raises UserError."""
+    write_whole(writable_folder(Path(path).parent) / Path(path).name, text.encode())
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -6,14 +6,12 @@ import csv
 import io
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from apps.scaling.rules import Plan, Planner, RuleArgs
+from apps.scaling.rules import Plan, Planner, RuleArgs, write_text
 from lingua import paper
 from lingua.args import cli
 from lingua.errors import UserError
-from lingua.evaluation.results import write_whole
 from lingua.scaling import BATCH_LAWS, LR_LAWS, RATIO, SECOND_CROSSBERT_LR, depth_law, head_size, predictor_layers
 
 # Columns of Tables 10 and 11, which name the encoder's shape differently; the other family's stay empty.
@@ -64,7 +62,7 @@ def suite(args: SuiteArgs) -> list[dict[str, Any]]:
     if args.out is None:
         print(text.getvalue(), end="")
     else:
-        write_whole(Path(args.out), text.getvalue().encode())
+        write_text(args.out, text.getvalue())
         print(f"{len(rows)} models written to {args.out}")
     return rows
 

@@ -15,10 +15,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from apps.scaling.rules import Plan, Planner, RuleArgs
+from apps.scaling.rules import Plan, Planner, RuleArgs, write_text
 from lingua.args import cli
 from lingua.errors import UserError
-from lingua.evaluation.results import write_whole
 
 
 @dataclass
@@ -59,7 +58,7 @@ def sweep(args: SweepArgs) -> list[dict[str, Any]]:
                     points.append(point)
                     compute += made.flops
     text = OmegaConf.to_yaml(OmegaConf.create({"points": points}))
-    write_whole(Path(args.out), text.encode())
+    write_text(args.out, text)
     folder = Path(args.out).with_suffix("")
     print(
         f"{len(points)} runs, {compute:.3g} FLOPs in all, written to {args.out}. To launch them:\n"

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import yaml
 
-from apps.scaling.collect import CollectArgs, collect, read_table, write_table
+from apps.scaling.collect import CollectArgs, collect
 from apps.scaling.fit import FitArgs, fit
 from apps.scaling.sweep import SweepArgs, sweep
 from lingua.args import build, parse
 from lingua.errors import UserError
+from lingua.run_table import read_table, write_table
 from lingua.source import TokenSource
 from lingua.stool import records
 from lingua.stool.plan import load_script, meta_model
@@ -73,7 +74,8 @@ def test_a_real_run_comes_back_with_what_it_was(tmp_path: Path, corpus: Path) ->
     assert row["ratio"] == pytest.approx(row["tokens"] / row["flops_per_token"])
     # The entropy of the validation rows, by a plain loop.
     tokenizer = build_tokenizer(TokenizerArgs())
-    rows = TokenSource(config["data"]["validation"]["made_up"], 32, 0, tokenizer).rows(np.arange(8))
+    source = TokenSource(config["data"]["validation"]["made_up"], 32, 0, tokenizer)
+    rows = source.rows(np.arange(source.tokens // 32))
     counts = Counter(int(token) for token in rows.flatten() if token not in tokenizer.special_ids)
     total = sum(counts.values())
     assert row["unigram/made_up"] == pytest.approx(-sum(n / total * math.log(n / total) for n in counts.values()))
