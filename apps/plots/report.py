@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from lingua.args import cli
 from lingua.errors import UserError
-from lingua.evaluation.results import RESULTS, UNTRAINED, markdown_table, writable_folder, write_whole
+from lingua.evaluation.results import COLORS, RESULTS, UNTRAINED, markdown_table, writable_folder, write_whole
 from lingua.run_folder import Summary, read_results, summarize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NONE = "-"
-# Okabe and Ito's colours, which colour-blind readers tell apart; grey is kept for the untrained encoder.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", "--", ":", "-.")
 
@@ -50,9 +48,7 @@ def report(args: ReportArgs) -> str:
     Raises:
         UserError: no run folder exists, a damaged results or metrics file, or ``out`` cannot be written.
     """
-    names = [Path(run).name for run in args.runs]
-    if len(set(names)) < len(names):
-        names = args.runs
+    names = names_of(args.runs)
     runs = [summarize(Path(run), name) for run, name in zip(args.runs, names, strict=True)]
     if all(run.state == "missing" for run in runs):
         raise UserError(f"none of the run folders exists: {', '.join(args.runs)}")
@@ -74,6 +70,12 @@ def report(args: ReportArgs) -> str:
     write_whole(out / "report.md", text.encode())
     print(table + "".join(f"{note}\n" for note in notes) + f"written to {out}/report.md and {out}/report.png")
     return table
+
+
+def names_of(runs: list[str]) -> list[str]:
+    """What to call run folders: the ends of their paths, where these differ."""
+    names = [Path(run).name for run in runs]
+    return names if len(set(names)) == len(names) else runs
 
 
 def untrained(folder: str) -> Summary:
