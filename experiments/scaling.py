@@ -62,8 +62,9 @@ class ScalingArgs:
 def main(args: ScalingArgs) -> None:
     """Run everything and write the result."""
     home = Path(args.runs)
-    first = [f"budgets={args.budgets}", f"lr={args.lr}", f"lr_factors={args.lr_factors}", f"ratio={args.ratio}"]
-    sizes = [f"budgets={args.budgets[1:2]}", f"lr={args.lr}", f"ratios={args.ratios}"]
+    rates = [f"lr={args.lr}", f"lr_factors={args.lr_factors}"]
+    first = [f"budgets={args.budgets}", f"ratio={args.ratio}", *rates]
+    sizes = [f"budgets={args.budgets[1:2]}", f"ratios={args.ratios}", *rates]
     last = [f"budgets=[{args.largest}]", f"laws={home}/first/fits.json", f"ratio={args.ratio}"]
     swept: list[str] = []
     for name, words in {"lr": first, "sizes": sizes}.items():
