@@ -129,8 +129,8 @@ class Planner:
         self.args = args
         self.script = load_script(f"apps.{args.family}.train")
         self.base = read_yaml(args.base) if args.base is not None else {"data": {"seq_len": paper.SEQ_LEN}}
-        for length in ("steps", "tokens", "flops"):
-            self.base.pop(length, None)
+        # Lengths that the base sets, which a plan replaces by steps.
+        self.replaced = [name for name in ("steps", "tokens", "flops") if self.base.pop(name, None) is not None]
         config = self._config({})
         self.vocab_size = config.model.vocab_size
         if self.vocab_size == -1:

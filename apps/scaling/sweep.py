@@ -60,10 +60,12 @@ def sweep(args: SweepArgs) -> list[dict[str, Any]]:
     text = OmegaConf.to_yaml(OmegaConf.create({"points": points}))
     write_text(args.out, text)
     folder = Path(args.out).with_suffix("")
+    others = [f"{name}=null" for name in planner.replaced if name != "steps"]
     print(
         f"{len(points)} runs, {compute:.3g} FLOPs in all, written to {args.out}. To launch them:\n"
         f"python -m lingua.stool script=apps.{args.family}.train config={args.base or 'BASE.yaml'} "
-        f"dump_dir={folder} sweep.file={args.out} launcher=local ngpu=0 max_parallel=1"
+        f"dump_dir={folder} sweep.file={args.out} launcher=local ngpu=0 cpus=1 max_parallel=1"
+        + (f" -- {' '.join(others)}" if others else "")
     )
     return points
 
