@@ -27,7 +27,7 @@ import torch
 from apps.embed.run import EmbedTrainArgs
 from apps.embed.train import train
 from benchmarks.common import environment, write_result
-from experiments.objectives import T_95, interval
+from experiments.objectives import check_seeds, rounded_interval
 from experiments.quickstart_seeds import run_module
 from lingua.args import cli, parse
 from lingua.embedder import load_embedder
@@ -61,8 +61,7 @@ class EmbeddingsArgs:
     train: list[str] = field(default_factory=list)  # more key=value for every pooler, for a smaller try
 
     def __post_init__(self) -> None:
-        if len(self.seeds) not in T_95 or len(set(self.seeds)) != len(self.seeds):
-            raise UserError(f"seeds={self.seeds}: expected 2 to 8 different ones")
+        check_seeds(self.seeds)
 
 
 def main(args: EmbeddingsArgs) -> None:
@@ -113,10 +112,10 @@ def compare(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Recall@10 of each way, and of each pair of ways how much the first is above the other."""
     recall = {name: [scores["recall@10"] for scores in runs] for name, runs in found.items()}
     differences = {
-        f"{a} above {b}": interval([x - y for x, y in zip(recall[a], recall[b], strict=True)])
+        f"{a} above {b}": rounded_interval([x - y for x, y in zip(recall[a], recall[b], strict=True)])
         for a, b in combinations(recall, 2)
     }
-    return {"recall@10": {name: interval(values) for name, values in recall.items()}, **differences}
+    return {"recall@10": {name: rounded_interval(values) for name, values in recall.items()}, **differences}
 
 
 def counts(path: Path) -> dict[str, int]:

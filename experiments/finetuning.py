@@ -102,6 +102,7 @@ def compared(row: dict[str, Any], probed: dict[str, Any], runs: Path) -> dict[st
 
 
 def percent(share: float) -> float:
+    """A share in per cent, to two places."""
     return round(100 * share, 2)
 
 

@@ -21,13 +21,13 @@ from experiments.quickstart_seeds import PROBE, accuracies, run_module
 from lingua.args import cli, read_yaml
 from lingua.checkpoint import resolve
 from lingua.errors import UserError
+from lingua.evaluation.scores import interval
 from lingua.metrics import read_metrics
 from lingua.run_folder import unigram_losses
 
 RUNS = "experiments/objectives.yaml"
 DATA = Path("data/quickstart")
 MARGIN = 0.1  # nats below a unigram model's loss
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by number of seeds
 
 
 @dataclass
@@ -43,8 +43,7 @@ class ObjectivesArgs:
     probe: list[str] = field(default_factory=list)  # and for every probe
 
     def __post_init__(self) -> None:
-        if len(self.seeds) not in T_95 or len(set(self.seeds)) != len(self.seeds):
-            raise UserError(f"seeds={self.seeds}: expected 2 to 8 different ones")
+        check_seeds(self.seeds)
 
 
 def main(args: ObjectivesArgs) -> None:
@@ -92,10 +91,15 @@ def summary(folder: Path) -> dict[str, Any]:
     }
 
 
-def interval(values: list[float]) -> dict[str, float]:
-    """Mean, and half the width of its 95% interval by Student's t."""
-    spread = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": round(statistics.mean(values), 2), "plus_minus": round(spread, 2)}
+def rounded_interval(values: list[float]) -> dict[str, float | None]:
+    """:func:`lingua.evaluation.scores.interval`, to two places."""
+    return {name: None if value is None else round(value, 2) for name, value in interval(values).items()}
+
+
+def check_seeds(seeds: list[int]) -> None:
+    """Raise UserError unless an interval can be told."""
+    if len(seeds) < 2 or len(set(seeds)) != len(seeds):
+        raise UserError(f"seeds={seeds}: expected 2 or more, all different")
 
 
 def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -108,9 +112,9 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             run["accuracy"][-1] - bert["accuracy"][-1] for run, bert in zip(runs, found["bert"], strict=True)
         ]
         result[name] = {
-            "last": interval(list(layers[-1])),
-            "best": {"layer": best, **interval(list(layers[best]))},
-            "last above bert": interval(differences),
+            "last": rounded_interval(list(layers[-1])),
+            "best": {"layer": best, **rounded_interval(list(layers[best]))},
+            "last above bert": rounded_interval(differences),
         }
     return result
 

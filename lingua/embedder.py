@@ -22,9 +22,9 @@ from lingua.errors import UserError
 from lingua.features import load_encoder, run_folder
 from lingua.files import optional
 from lingua.frozen import FrozenEncoder, Sequences, usable_device
-from lingua.hf_encoder import HFEncoder, load_hf_encoder
+from lingua.hf_encoder import HFEncoder, load_hf_encoder, not_loaded
 from lingua.pooler import Pooler, PoolerArgs
-from lingua.predictor import PredictorArgs
+from lingua.predictor import Predictor, PredictorArgs
 from lingua.transformer import Encoder, TransformerArgs
 
 PROMPTS = ("query", "passage")
@@ -162,10 +162,7 @@ class SentenceTransformerEmbedder:
         except UserError:
             raise
         except Exception as error:  # of several libraries: no such repository, no network, unknown modules
-            hint = "check the id or folder and the connection to the hub"
-            if "trust_remote_code" in str(error):
-                hint = "this model comes with code of its own: read it, then give trust_remote_code=true"
-            raise UserError(f"st:{name}: cannot be loaded: {' '.join(str(error).split())[:500]}; {hint}") from None
+            raise not_loaded(f"st:{name}", error) from None
         self.model.to(dtype)
         self.dtype = dtype
         if max_length is not None:
@@ -261,6 +258,17 @@ def build_pooler(args: PoolerArgs, encoder: TransformerArgs, backbone: dict[str,
     """The pooler on a backbone, whose ``state.json`` says what it is."""
     predictor = (backbone.get("model") or {}).get("predictor")
     return Pooler(args, encoder, None if predictor is None else PredictorArgs(**predictor))
+
+
+def predictor_weights(folder: Path, predictor: dict[str, Any], encoder: TransformerArgs) -> dict[str, Tensor]:
+    """The weights of the predictor in a CrossBERT's checkpoint, by their names in it.
+
+    Args:
+        predictor, encoder: their shapes.
+    """
+    whole = nn.ModuleDict({"predictor": Predictor(PredictorArgs(**predictor), encoder)})
+    load_weights(folder, whole)
+    return whole["predictor"].state_dict()
 
 
 def _load_run(

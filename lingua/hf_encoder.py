@@ -178,10 +178,7 @@ def load_hf_encoder(
             name, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     except Exception as error:  # of several libraries: no such repository, no network, unknown architecture
-        hint = "check the id or folder and the connection to the hub"
-        if "trust_remote_code" in str(error):
-            hint = "this model comes with code of its own: read it, then give trust_remote_code=true"
-        raise UserError(f"hf:{name}: cannot be loaded: {' '.join(str(error).split())[:500]}; {hint}") from None
+        raise not_loaded(f"hf:{name}", error) from None
     finally:
         transformers.logging.set_verbosity(verbosity)
         transformers.logging.enable_progress_bar()
@@ -203,6 +200,14 @@ def load_hf_encoder(
         raise UserError(
             f"hf:{name}: {type(model).__name__} cannot be used as an encoder: {' '.join(str(error).split())[:300]}"
         ) from None
+
+
+def not_loaded(name: str, error: Exception) -> UserError:
+    """What a user is told where a library cannot load the model ``name``."""
+    hint = "check the id or folder and the connection to the hub"
+    if "trust_remote_code" in str(error):
+        hint = "this model comes with code of its own: read it, then give trust_remote_code=true"
+    return UserError(f"{name}: cannot be loaded: {' '.join(str(error).split())[:500]}; {hint}")
 
 
 def longest_sequence(config: Any, tokenizer: Any) -> int:

@@ -42,8 +42,10 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _to_gradient_(logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, wide: torch.dtype) -> Tensor:
-    """The weighted loss of a chunk, whose logits become their gradients, before weighting, in place."""
+def _to_gradient_(
+    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, wide: torch.dtype, wanted: bool
+) -> Tensor:
+    """The weighted loss of a chunk, whose logits become their gradients, before weighting, in place if ``wanted``."""
     loss = torch.zeros((), dtype=wide, device=logits_NV.device)
     rows = len(logits_NV)
     if logits_NV.device.type == "cpu":
@@ -58,6 +60,9 @@ def _to_gradient_(logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, z_los
         loss += ((log_z_M - x_MV.gather(1, targets_M).squeeze(1)) * weights_M).sum()
         if z_loss:
             loss += z_loss * (log_z_M.square() * weights_M).sum()
+        if not wanted:
+            continue
+        if z_loss:
             grad_MV *= 1 + 2 * z_loss * log_z_M[:, None]
         # d loss / d logits = softmax - one-hot, and 2 z log Z softmax.
         grad_MV.scatter_add_(1, targets_M, torch.full_like(targets_M, -1, dtype=wide))
@@ -81,7 +86,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             grad = x[part] @ weight.T
-            loss += _to_gradient_(grad, targets_N[part], weights_N[part], z_loss, wide)
+            loss += _to_gradient_(grad, targets_N[part], weights_N[part], z_loss, wide, needs_x or needs_weight)
             # Weights go into the narrow factors, not into the gradient, which is as wide as the vocabulary.
             weights = weights_N[part, None].to(dtype)
             if grad_x is not None:

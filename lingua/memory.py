@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from lingua.loss import CACHED_LOGITS, CHUNK_ROWS
+from lingua.transformer import ffn_width
 
 MODES = ("none", "selective", "block")  # of activation checkpointing
 
@@ -177,8 +178,6 @@ class _Kept:
 
 
 def _ffn(width: int, dim: int) -> int:
-    from lingua.transformer import ffn_width
-
     return ffn_width(dim) if width == -1 else width
 
 

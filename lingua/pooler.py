@@ -58,7 +58,8 @@ class Pooler(nn.Module):
         if args.warm_start and predictor is None:
             raise UserError("pooler.warm_start=true needs a CrossBERT: this encoder has no predictor to start from")
         if args.kind == "attention":
-            assert encoder is not None
+            if encoder is None:
+                raise UserError("pooler.kind=attention needs the shape of the encoder that it reads")
             shape = predictor or PredictorArgs(n_layers=COLD_LAYERS)
             if args.warm_start and args.n_layers > shape.n_layers:
                 raise UserError(
@@ -97,7 +98,6 @@ class Pooler(nn.Module):
             real_BS: which tokens are no padding; it stands behind the text.
         """
         if self.predictor is None:
-            assert isinstance(x_BSD, Tensor)
             return POOLINGS[self.args.kind](x_BSD, real_BS)
         positions_S = torch.arange(real_BS.shape[1], device=real_BS.device)
         queries_BQ = self.args.position + torch.arange(self.args.n_queries, device=real_BS.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import logging
 import time
 import traceback
@@ -33,8 +34,8 @@ from lingua.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 
-class Run:
-    """One training run of any kind. What it trains on is a subclass's to say, by the methods that raise here.
+class Run(abc.ABC):
+    """One training run of any kind. What it trains on is a subclass's to say, by its abstract methods.
 
     :class:`lingua.pretraining.Pretraining` is the one of ``apps/crossbert/train.py``, which shows how a loop uses it.
 
@@ -51,6 +52,7 @@ class Run:
         self._interrupt = Interrupt(self.world)
         self._closing = ExitStack()
 
+    @abc.abstractmethod
     def open_data(self, own: Path | None, state: dict[str, Any]) -> None:
         """Open what the run trains on, where it stands.
 
@@ -58,28 +60,27 @@ class Run:
             own: the checkpoint that the run goes on from; None: it is new.
             state: what was saved with it.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def batches(self, first: int, last: int) -> Iterator[Any]:
         """Yield what the loop gets in the steps ``first`` to ``last``, on the device."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def figures(self, step: int, interval: Interval) -> dict[str, float]:
         """What is recorded of the data and of the speed; with ``tokens_per_second``, for the console."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def data_state(self, step: int) -> dict[str, Any]:
         """What a checkpoint has to know of the data."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fingerprints(self) -> dict[str, str]:
         """Hash of what each part of the data holds."""
-        raise NotImplementedError
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 - nothing, unless a subclass says otherwise
         """Give the model of a new run other weights than its initial ones."""
 
-    def write_more(self) -> None:
+    def write_more(self) -> None:  # noqa: B027
         """Write further files into the folder of the run, on rank 0."""
 
     def __enter__(self) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lingua.predictor import Predictor, PredictorArgs
 from lingua.saving import save
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tokenizer import SentencePieceTokenizer, TokenizerArgs, build_tokenizer
 from lingua.transformer import Encoder, TransformerArgs, init_weights
 
 SENTENCES = [
@@ -68,3 +68,10 @@ def make_run(folder: Path, tokenizer: dict[str, Any], vocab_size: int, **changes
     optimizer = torch.optim.AdamW(model.parameters())
     save(folder / "checkpoints" / f"{3:010d}", model, optimizer, state, yaml.safe_dump(config))
     return folder
+
+
+def make_pieces_run(folder: Path, **changes: Any) -> Path:
+    """:func:`make_run` at ``folder/run``, with a vocabulary of its own beside it."""
+    model = train_sentencepiece(folder / "pieces")
+    vocab_size = SentencePieceTokenizer(str(model)).vocab_size
+    return make_run(folder / "run", {"name": "sentencepiece", "path": str(model)}, vocab_size, **changes)

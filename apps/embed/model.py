@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lingua.checkpoint import load_weights, read_state, resolve
-from lingua.embedder import BACKBONE, Embedder, build_pooler, hf_of_run, hf_shape
+from lingua.checkpoint import read_state, resolve
+from lingua.embedder import BACKBONE, Embedder, build_pooler, hf_of_run, hf_shape, predictor_weights
 from lingua.errors import UserError
 from lingua.features import TextEncoder, load_encoder
 from lingua.frozen import FrozenEncoder
 from lingua.hf_encoder import HFEncoder, load_hf_encoder
 from lingua.pooler import PoolerArgs
-from lingua.predictor import Predictor, PredictorArgs
 from lingua.transformer import TransformerArgs, init_weights
 
 
@@ -69,9 +68,7 @@ def load_backbone(name: str, max_length: int, run: Path, own: Path | None) -> Ba
     predictor, shape = encoder.config["model"].get("predictor"), encoder.encoder.args
     weights = None
     if predictor is not None and own is None and "backbone" not in read_state(source):
-        module = nn.ModuleDict({"predictor": Predictor(PredictorArgs(**predictor), shape)})
-        load_weights(source, module)
-        weights = module["predictor"].state_dict()
+        weights = predictor_weights(source, predictor, shape)
     return Backbone(encoder, about, shape, weights)
 
 

@@ -78,19 +78,21 @@ class Model:
         self.dim = args.dim or self.embedder.dim
         self.name = model_name(args)
 
-    def encode(self, texts: list[str], prompt: str | None = None) -> np.ndarray:
-        """Vectors of length 1, [n, dim] float32. Raises UserError for a text without a token."""
+    def encode(self, texts: list[str], prompt: str | None = None, normalize: bool = True) -> np.ndarray:
+        """Vectors [n, dim] float32, of length 1 if asked. Raises UserError for a text without a token."""
         if isinstance(self.embedder, TextEmbedder):
-            return self.embedder.encode(texts, prompt, dim=self.args.dim, batch_tokens=self.args.batch_tokens)
-        return self.embedder.encode(texts, prompt, dim=self.args.dim)
+            return self.embedder.encode(texts, prompt, normalize, self.args.dim, self.args.batch_tokens)
+        return self.embedder.encode(texts, prompt, normalize, self.args.dim)
 
-    def encode_or_zeros(self, texts: list[str], prompt: str | None = None) -> tuple[np.ndarray, list[int]]:
+    def encode_or_zeros(
+        self, texts: list[str], prompt: str | None = None, normalize: bool = True
+    ) -> tuple[np.ndarray, list[int]]:
         """Vectors as :meth:`encode`, zeros for a text without a token, and the places of those."""
         kept = [index for index, text in enumerate(texts) if text.strip()]
         vectors_ND = np.zeros((len(texts), self.dim), dtype=np.float32)
         while kept:
             try:
-                vectors_ND[kept] = self.encode([texts[index] for index in kept], prompt)
+                vectors_ND[kept] = self.encode([texts[index] for index in kept], prompt, normalize)
                 break
             except NoTokenError as error:  # blanks of Unicode, say, that the tokenizer drops
                 del kept[error.index]

@@ -15,6 +15,7 @@ from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 from mteb.types import PromptType
 
 from apps.embed.models import Model
+from lingua.embedder import TextEmbedder
 from lingua.errors import UserError
 
 # A task's texts are queries, passages, or (where it tells no sides apart) neither: those get no prompt.
@@ -23,6 +24,9 @@ PROMPTS = {PromptType.query: "query", PromptType.document: "passage", None: None
 
 class MtebModel:
     """``mteb``'s encoder protocol on an embedding model. Similarity is the cosine.
+
+    Vectors have length 1, but for those of a model of sentence-transformers, which are as that model gives them: its
+    published scores are of these, and a classifier or a clustering tells the difference.
 
     A text without any token (MTEB's collections have some) gets the zero vector, whose cosine with everything is 0.
     Results are kept under ``mteb_model_meta``: the name and, as the revision, the digest of everything that decides a
@@ -47,7 +51,8 @@ class MtebModel:
     def encode(self, inputs: Any, *, prompt_type: PromptType | None = None, **unused: Any) -> np.ndarray:
         """Vectors [n, D], float32, of a loader of batches whose ``text`` is a list of strings."""
         texts = [text for batch in inputs for text in batch["text"]]
-        vectors_ND, empty = self.model.encode_or_zeros(texts, PROMPTS[prompt_type])
+        normalize = isinstance(self.model.embedder, TextEmbedder)
+        vectors_ND, empty = self.model.encode_or_zeros(texts, PROMPTS[prompt_type], normalize)
         self.empty += len(empty)
         return vectors_ND
 

@@ -231,7 +231,6 @@ def whole_sentences(encoder: FrozenEncoder, sentences: Sequence[Sequence[str]]) 
     cut = 0
     while left:
         part = encoder.word_sequences([words for _, words in left])
-        assert part.places is not None
         types = part.types or [None] * len(left)
         rest = []
         for (owner, words), *row in zip(left, part.ids, types, part.places, strict=True):

@@ -9,7 +9,6 @@ that diverged as they are scored, and a second one without them stands beside it
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,9 @@ from lingua.args import cli
 from lingua.errors import UserError
 from lingua.evaluation.glue import GLUE
 from lingua.evaluation.results import markdown_table, writable_folder, write_whole
+from lingua.evaluation.scores import interval
 
 EIGHT = [name for name, task in GLUE.items() if task.average]
-# Student's t for 95% intervals, by degrees of freedom from 1; beyond, the last is a little wide.
-T_95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 
 @dataclass
@@ -103,14 +98,6 @@ def _row(by_rate: dict[float, dict[Path, dict[str, Any]]], folder: Path) -> dict
         "best_run_on_dev": str(best.relative_to(folder)),
         "config": any_result["config"],
     }  # fmt: skip
-
-
-def interval(values: list[float]) -> dict[str, float | None]:
-    """Mean, and half the width of its 95% interval by Student's t (None of a single value)."""
-    if len(values) < 2:
-        return {"mean": values[0], "plus_minus": None}
-    t = T_95[min(len(values) - 1, len(T_95)) - 1]
-    return {"mean": statistics.mean(values), "plus_minus": t * statistics.stdev(values) / math.sqrt(len(values))}
 
 
 def _name(rows: list[dict[str, Any]]) -> None:

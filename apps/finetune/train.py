@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apps.finetune.args import FinetuneArgs
 from apps.finetune.data import Data, Scores, load_data
 from apps.finetune.model import Batch, FinetuneModel, Rows
 from lingua.args import cli, read_yaml, to_dict, to_yaml
-from lingua.checkpoint import load_weights, resolve
+from lingua.checkpoint import resolve
 from lingua.distributed import find_ranks, pick_dtype
-from lingua.embedder import build_pooler, hf_shape
+from lingua.embedder import build_pooler, hf_shape, predictor_weights
 from lingua.errors import UserError
 from lingua.evaluation.results import writable_folder, write_whole
 from lingua.features import TextEncoder, load_encoder
@@ -33,7 +33,6 @@ from lingua.hf_encoder import load_hf_encoder
 from lingua.loss import add_up
 from lingua.optim import Optimizer
 from lingua.pooler import Pooler
-from lingua.predictor import Predictor, PredictorArgs
 from lingua.transformer import init_weights
 
 RESULT, WEIGHTS, CONFIG, PREDICTIONS = "result.json", "weights.safetensors", "config.yaml", "predictions.json"
@@ -132,9 +131,8 @@ def make_pooler(args: FinetuneArgs, kind: str, encoder: FrozenEncoder) -> Pooler
     pooler = build_pooler(args.pooler, shape, config)
     init_weights(pooler, shape, args.seed)
     if args.pooler.warm_start:
-        whole = nn.ModuleDict({"predictor": Predictor(PredictorArgs(**config["model"]["predictor"]), shape)})
-        load_weights(resolve(str(args.ckpt)), whole)
-        pooler.load_state_dict(pooler.warm_start(whole["predictor"].state_dict()))
+        weights = predictor_weights(resolve(str(args.ckpt)), config["model"]["predictor"], shape)
+        pooler.load_state_dict(pooler.warm_start(weights))
     return pooler
 
 

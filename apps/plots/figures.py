@@ -340,6 +340,7 @@ def _compute_axis(axis: Axes) -> None:
     low, high = axis.get_xlim()
     wider = max(1.0, math.sqrt(10 * low / high))
     axis.set_xlim(low / wider, high * wider)
+    axis.xaxis.set_minor_formatter("")  # labels between decades would run into each other
 
 
 def _between(points: list[tuple[float, float]]) -> list[float]:

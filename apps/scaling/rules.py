@@ -71,7 +71,7 @@ class RuleArgs:
             except (KeyError, TypeError, ValueError):
                 raise UserError(
                     f"laws={self.laws}: has no law of {name} for {self.family}: make it with python -m apps.scaling.fit"
-                    f" from runs at two budgets or more, or give {name}=..."
+                    f" from runs at three budgets or more, or give {name}=..."
                 ) from None
         return {"lr": LR_LAWS, "batch_tokens": BATCH_LAWS}[name][self.family]
 

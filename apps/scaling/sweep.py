@@ -51,7 +51,8 @@ def sweep(args: SweepArgs) -> list[dict[str, Any]]:
         planner = Planner(args)
         for budget in args.budgets:
             made = planner.plan(flops=budget)
-            print(f"{budget:.3g} FLOPs: {made.shape}, D/F {made.ratio:.3g}, {made.steps:,} steps, lr {made.lr:.3g}")
+            shape = f"{made.shape.n_layers} blocks, {made.shape.dim} wide"
+            print(f"{budget:.3g} FLOPs: {shape}, D/F {made.ratio:.3g}, {made.steps:,} steps, lr {made.lr:.3g}")
             for lr_factor, batch_factor in itertools.product(args.lr_factors, args.batch_factors):
                 point = point_of(made, planner.row_tokens, lr_factor, batch_factor)
                 if point not in points:  # two ratios may come to the same shape

@@ -15,6 +15,8 @@ def retrieval_scores(
 ) -> dict[str, float]:
     """Means over queries of ``mrr@k``, ``ndcg@k`` and ``recall@k``, every query ranking every passage by dot product.
 
+    Recall counts the right ones among the ``k`` best, over as many as could be: ``min(k, right ones)``.
+
     Args:
         relevant: numbers of the passages that answer each query, at least one; all count the same.
     """

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
 
 import numpy as np
+
+# Student's t for 95% intervals, by degrees of freedom from 1; beyond, the last is a little wide.
+T_95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 
 
 def accuracy(target_M: np.ndarray, predicted_M: np.ndarray) -> float:
@@ -78,3 +86,11 @@ def kind_of(*targets: np.ndarray) -> str:
 def all_metrics(target_M: np.ndarray, predicted_M: np.ndarray, kind: str) -> dict[str, float]:
     """Every metric of ``kind``, by name."""
     return {name: function(target_M, predicted_M) for name, function in METRICS[kind].items()}
+
+
+def interval(values: Sequence[float]) -> dict[str, float | None]:
+    """``mean``, and ``plus_minus``, half the width of its 95% interval by Student's t (None of a single value)."""
+    if len(values) < 2:
+        return {"mean": values[0], "plus_minus": None}
+    t = T_95[min(len(values) - 1, len(T_95)) - 1]
+    return {"mean": statistics.mean(values), "plus_minus": t * statistics.stdev(values) / math.sqrt(len(values))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -42,8 +42,7 @@ def export_embedder(args: ExportArgs, folder: Path) -> None:
     """
     to = Path(args.to)
     with checkpoint.in_use(folder):
-        model = load_embedder(args.ckpt, device="cpu")
-    assert isinstance(model, TextEmbedder)
+        model = cast("TextEmbedder", load_embedder(args.ckpt, device="cpu"))  # that of every checkpoint
     module = pooling_module(model.model.pooler, str(folder))
     with whole_or_not(to) as partial:
         _write_encoder(partial, model, str(folder))
@@ -102,12 +101,11 @@ def pooling_module(pooler: Pooler, where: str) -> tuple[dict[str, Any], dict[str
 
 
 def _write_encoder(to: Path, model: TextEmbedder, where: str) -> None:
-    encoder = model.encoder
-    if isinstance(encoder, HFEncoder):
-        encoder.model.save_pretrained(to)
-        encoder.tokenizer.save_pretrained(to)
+    if isinstance(model.encoder, HFEncoder):
+        model.encoder.model.save_pretrained(to)
+        model.encoder.tokenizer.save_pretrained(to)
         return
-    assert isinstance(encoder, TextEncoder)
+    encoder = cast("TextEncoder", model.encoder)
     check_expressed(encoder.config["model"], "clm" if encoder.causal else None, where)
     kind = architecture(encoder.encoder.args, where)
     longest = max(longest_row(encoder.config["data"]), *_lengths(model).values())

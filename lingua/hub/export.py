@@ -230,6 +230,7 @@ def write_pipeline(
 
 
 def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
+    """Write weights in float32 as safetensors, readable by whom ``config.json`` beside them is."""
     from safetensors.torch import save_file
 
     whole = {name: weight.to(torch.float32).contiguous() for name, weight in weights.items()}
@@ -238,6 +239,7 @@ def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a value as ``transformers`` writes its files."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 

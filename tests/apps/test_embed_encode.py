@@ -21,7 +21,7 @@ from lingua.errors import UserError
 from lingua.tokenizer import SentencePieceTokenizer
 from tests.ranks import run_ranks
 from tests.tiny_models import make_model
-from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
+from tests.tiny_run import SENTENCES, make_pieces_run
 
 TEXTS = [sentence[i:].strip() for i in range(0, 21, 3) for sentence in SENTENCES]  # 35 of many lengths
 
@@ -31,9 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of Hugging Face (``bert``), a run (``run``) and the texts in files of every kind."""
     folder = tmp_path_factory.mktemp("encode")
     make_model(folder / "bert", "bert")
-    pieces = train_sentencepiece(folder / "pieces")
-    vocab_size = SentencePieceTokenizer(str(pieces)).vocab_size
-    make_run(folder / "run", {"name": "sentencepiece", "path": str(pieces)}, vocab_size)
+    make_pieces_run(folder)
     (folder / "texts.jsonl").write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(TEXTS)))
     (folder / "texts.txt").write_text("\n".join(TEXTS) + "\n")
     with gzip.open(folder / "texts.csv.gz", "wt", newline="") as file:

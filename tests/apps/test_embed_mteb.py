@@ -24,9 +24,8 @@ from apps.embed.mteb_results import averages
 from lingua import paper
 from lingua.args import cli
 from lingua.errors import UserError
-from lingua.tokenizer import SentencePieceTokenizer
 from tests.tiny_models import make_model
-from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
+from tests.tiny_run import SENTENCES, make_pieces_run
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mteb")
     make_model(folder / "bert", "bert")
     make_model(folder / "other", "bert", seed=1)
-    pieces = train_sentencepiece(folder / "pieces")
-    vocab_size = SentencePieceTokenizer(str(pieces)).vocab_size
-    make_run(folder / "run", {"name": "sentencepiece", "path": str(pieces)}, vocab_size)
+    make_pieces_run(folder)
     pairs = [{"sentence1": a, "sentence2": b, "score": i} for i, (a, b) in enumerate(pairwise(SENTENCES))]
     write(folder / "data/mteb/biosses-sts/test.jsonl", pairs)
     labels = [{"text": s[i:], "label": n, "label_text": str(n)} for n, s in enumerate(SENTENCES) for i in range(12)]
@@ -80,10 +77,13 @@ def only(root: Path) -> dict:
 )
 def test_mocks_of_every_type_run_and_score_as_with_sentence_transformers(folder: Path, tasks: list) -> None:
     from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize
 
     model = MtebModel(Model(ModelArgs(model=f"hf:{folder}/bert")))
     assert isinstance(model, EncoderProtocol)
-    library = SentenceTransformerEncoderWrapper(SentenceTransformer(str(folder / "bert"), device="cpu"))
+    theirs = SentenceTransformer(str(folder / "bert"), device="cpu")
+    theirs.add_module("2", Normalize())
+    library = SentenceTransformerEncoderWrapper(theirs)
     types = set()
     for task in tasks:
         ours, theirs = (
@@ -95,6 +95,18 @@ def test_mocks_of_every_type_run_and_score_as_with_sentence_transformers(folder:
         types.add(task.metadata.type)
     wanted = {task.metadata.type for name in paper.MTEB_TASKS for task in benchmark_tasks(name)}
     assert types >= wanted
+
+
+def test_vectors_of_sentence_transformers_are_as_they_give_them(folder: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    texts = ["a river", "two boats and a fox"]
+    plain = SentenceTransformer(str(folder / "bert"), device="cpu").encode(texts)
+    found = MtebModel(Model(ModelArgs(model=f"st:{folder}/bert"))).encode([{"text": texts}])
+    np.testing.assert_allclose(found, plain, rtol=1e-5)
+    assert np.linalg.norm(found, axis=1).min() > 1.1  # which is not length 1
+    ours = MtebModel(Model(ModelArgs(model=f"hf:{folder}/bert"))).encode([{"text": texts}])
+    np.testing.assert_allclose(ours, plain / np.linalg.norm(plain, axis=1, keepdims=True), rtol=1e-4, atol=1e-6)
 
 
 def test_queries_and_passages_get_their_prompts_and_a_text_without_token_zeros(folder: Path) -> None:

@@ -29,11 +29,10 @@ from lingua.checkpoint import load_weights
 from lingua.errors import UserError
 from lingua.evaluation.tasks import Split
 from lingua.hashing import counter_hash
-from lingua.tokenizer import SentencePieceTokenizer
 from tests.glue_files import write_official
 from tests.support import ROOT, environment
 from tests.tiny_models import make_model
-from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
+from tests.tiny_run import SENTENCES, make_pieces_run
 
 WORDS = sorted({word for sentence in SENTENCES for word in sentence.split() if word.isalpha() and len(word) > 2})
 OTHERS = [word for word in WORDS if word not in ("fox", "river", "town")]
@@ -60,9 +59,7 @@ def qa_file(rows: range) -> dict[str, Any]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A CrossBERT, a BERT of Hugging Face, and files of a task of each kind."""
     home = tmp_path_factory.mktemp("finetune")
-    pieces = train_sentencepiece(home / "pieces")
-    size = SentencePieceTokenizer(str(pieces)).vocab_size
-    make_run(home / "run", {"name": "sentencepiece", "path": str(pieces)}, size, predictor={"n_layers": 2})
+    make_pieces_run(home, predictor={"n_layers": 2})
     make_model(home / "hf", "bert")
     make_model(home / "modern", "modernbert")
     for name, rows in (("train", range(160)), ("test", range(500, 580)), ("dev", range(700, 740))):

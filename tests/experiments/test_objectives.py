@@ -12,7 +12,7 @@ from scipy import stats
 from apps.bert.train import BertTrainArgs
 from apps.crossbert.train import CrossBertTrainArgs
 from experiments import objectives
-from experiments.objectives import T_95, ObjectivesArgs, compare, interval, summary, train_words
+from experiments.objectives import ObjectivesArgs, compare, rounded_interval, summary, train_words
 from lingua.args import parse, read_yaml
 from lingua.errors import UserError
 from tests.support import ROOT
@@ -43,10 +43,8 @@ def test_every_run_parses_and_differs_in_what_its_name_says_only(monkeypatch: py
 
 
 def test_intervals_are_students() -> None:
-    for seeds, t in T_95.items():
-        assert t == pytest.approx(stats.t.ppf(0.975, seeds - 1), abs=1e-3)
     low, high = stats.t.interval(0.95, 2, loc=71.0, scale=stats.sem([70.0, 71.0, 72.0]))
-    assert interval([70.0, 71.0, 72.0]) == {"mean": 71.0, "plus_minus": round((high - low) / 2, 2)}
+    assert rounded_interval([70.0, 71.0, 72.0]) == {"mean": 71.0, "plus_minus": round((high - low) / 2, 2)}
     found = {
         "bert": [{"accuracy": [70.0, 65.0]}, {"accuracy": [72.0, 67.0]}],
         "other": [{"accuracy": [60.0, 70.0]}, {"accuracy": [62.0, 71.0]}],
@@ -55,7 +53,7 @@ def test_intervals_are_students() -> None:
     assert compared["bert"]["best"]["layer"] == 0
     assert compared["bert"]["last above bert"] == {"mean": 0.0, "plus_minus": 0.0}
     assert compared["other"]["last above bert"]["mean"] == 4.5
-    with pytest.raises(UserError, match="expected 2 to 8 different ones"):
+    with pytest.raises(UserError, match="expected 2 or more, all different"):
         ObjectivesArgs(out="x", seeds=[1])
 
 

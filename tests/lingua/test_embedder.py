@@ -10,19 +10,15 @@ import pytest
 from lingua.embedder import load_embedder
 from lingua.errors import UserError
 from lingua.features import load_encoder
-from lingua.tokenizer import SentencePieceTokenizer
 from tests.tiny_models import make_model
-from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
+from tests.tiny_run import SENTENCES, make_pieces_run
 
 TEXTS = [*SENTENCES, "dog", " ".join(SENTENCES[:2])]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("embedder")
-    model = train_sentencepiece(folder / "pieces")
-    vocab_size = SentencePieceTokenizer(str(model)).vocab_size
-    return make_run(folder / "run", {"name": "sentencepiece", "path": str(model)}, vocab_size)
+    return make_pieces_run(tmp_path_factory.mktemp("embedder"))
 
 
 @pytest.fixture(scope="module")

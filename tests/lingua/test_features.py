@@ -15,17 +15,14 @@ from lingua.features import TextEncoder, load_encoder
 from lingua.frozen import length_buckets
 from lingua.tokenizer import RobertaTokenizer, SentencePieceTokenizer
 from lingua.transformer import Encoder, TransformerArgs, init_weights
-from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
+from tests.tiny_run import SENTENCES, make_pieces_run, make_run, train_sentencepiece
 
 TEXTS = [*SENTENCES, "dog", " ".join(SENTENCES[:2]), "The fox sleeps .", "A dog ."]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("features")
-    model = train_sentencepiece(folder / "pieces")
-    tokenizer = SentencePieceTokenizer(str(model))
-    return make_run(folder / "run", {"name": "sentencepiece", "path": str(model)}, tokenizer.vocab_size)
+    return make_pieces_run(tmp_path_factory.mktemp("features"))
 
 
 @pytest.fixture

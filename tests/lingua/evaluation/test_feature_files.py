@@ -22,19 +22,15 @@ from lingua.errors import UserError
 from lingua.evaluation import feature_files as module
 from lingua.evaluation.feature_files import FeatureFiles
 from lingua.features import TextEncoder, load_encoder
-from lingua.tokenizer import SentencePieceTokenizer
 from tests.support import ROOT, environment
-from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
+from tests.tiny_run import SENTENCES, make_pieces_run
 
 TEXTS = SENTENCES * 3 + ["dog", "The fox ."]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("feature_files")
-    model = train_sentencepiece(folder / "pieces")
-    vocab_size = SentencePieceTokenizer(str(model)).vocab_size
-    return make_run(folder / "run", {"name": "sentencepiece", "path": str(model)}, vocab_size)
+    return make_pieces_run(tmp_path_factory.mktemp("feature_files"))
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from lingua.errors import UserError
 from lingua.evaluation import evaluate as evaluate_module
 from lingua.evaluation import watch as watch_module
 from lingua.evaluation.evaluate import EvalArgs, Evaluation, evaluate
-from lingua.tokenizer import SentencePieceTokenizer
-from tests.tiny_run import SENTENCES, make_run, train_sentencepiece
+from tests.tiny_run import SENTENCES, make_pieces_run
 
 ROWS = [
     {"text": " ".join(sentence.split()[i:]), "label": "the" if "the" in sentence.split()[i:] else "none"}
@@ -33,9 +32,7 @@ ROWS = [
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(watch_module, "POLL_SECONDS", 0.05)
-    model = train_sentencepiece(tmp_path / "pieces")
-    vocab_size = SentencePieceTokenizer(str(model)).vocab_size
-    run = make_run(tmp_path / "run", {"name": "sentencepiece", "path": str(model)}, vocab_size)
+    run = make_pieces_run(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return run
 
