@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -38,7 +41,8 @@ def backend_errors(
         mask = document_mask(backend, queries, keys)
         found = _forward_and_gradients(inputs, mask)
         errors = [float((f.double() - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True)]
-        result[case] = {"errors": errors, "ms": _milliseconds(inputs, mask) if device.type == "cuda" else None}
+        again = partial(_forward_and_gradients, inputs, mask)
+        result[case] = {"errors": errors, "ms": milliseconds(again, device) if device.type == "cuda" else None}
     return result
 
 
@@ -61,13 +65,19 @@ def _forward_and_gradients(inputs: list[Tensor], mask: Mask) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
 
 
-def _milliseconds(inputs: list[Tensor], mask: Mask) -> float:
+def milliseconds(step: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """Median time of a call after three that warm up, by the clock of the device."""
     times = []
-    for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        _forward_and_gradients(inputs, mask)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
+    for _ in range(repeats + 3):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begun = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - begun))
+    return median(times[3:])

@@ -71,7 +71,14 @@ def products_only(forward: ForwardFlops, rows: int) -> float:
     return 3 * (forward.linear + forward.head) * rows
 
 
-def ours(kind: str, size: Size, device: torch.device, dtype: torch.dtype, compile: bool) -> Contestant:
+def ours(
+    kind: str,
+    size: Size,
+    device: torch.device,
+    dtype: torch.dtype,
+    compile: bool,
+    distributed: DistributedArgs | None = None,
+) -> Contestant:
     """``bert``, ``electra`` or ``crossbert``, with the parts and in the order of the apps' training loops."""
     with torch.device("meta"):
         if kind == "crossbert":
@@ -81,7 +88,7 @@ def ours(kind: str, size: Size, device: torch.device, dtype: torch.dtype, compil
             model = Electra(BertArgs(**size.shape()), RtdArgs(), SPECIAL_IDS)
         else:
             model = Bert(BertArgs(**size.shape()), SPECIAL_IDS)
-    parallelize(model, World(device), DistributedArgs(), dtype, compile)
+    parallelize(model, World(device), distributed or DistributedArgs(), dtype, compile)
     optimizer = Optimizer(model, OptimArgs(lr=1e-4), 10_000)
     tokens_BS = random_rows(size).to(device)
     numbers = iter(range(1, 10_000))

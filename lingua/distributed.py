@@ -22,6 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lingua.errors import UserError
 from lingua.loss import Sums
 
+# Of torch.compile, without those that record CUDA graphs: they were never tried on blocks that are compiled one by one.
+COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -34,6 +36,7 @@ class DistributedArgs:
     dp_shard: int = 1
     reshard_after_forward: bool = True  # drop a block's gathered parameters until the backward pass (less memory)
     activation_checkpointing: str = "none"  # recompute in the backward pass: none, selective (all but products), block
+    compile_mode: str = "default"  # with compile=true; max-autotune-no-cudagraphs tries more kernels, for minutes
     timeout: float = 600.0  # seconds without progress after which the run ends and says which rank stood where
     requeue: bool = False  # under SLURM, on SIGUSR2: put the job back into the queue once all is saved
 
@@ -45,6 +48,8 @@ class DistributedArgs:
                 f"distributed.activation_checkpointing={self.activation_checkpointing}: "
                 "expected none, selective or block"
             )
+        if self.compile_mode not in COMPILE_MODES:
+            raise UserError(f"distributed.compile_mode={self.compile_mode}: expected one of {', '.join(COMPILE_MODES)}")
         if not 0 < self.timeout <= 1e6:
             raise UserError(f"distributed.timeout={self.timeout}: expected seconds, above 0 and at most 1e6")
 
@@ -233,7 +238,7 @@ def parallelize(model: nn.Module, world: World, args: DistributedArgs, dtype: to
         if compile:
             # Block by block: the same code is compiled once for all layers, and starts in seconds. The forward pass
             # alone, so that the hooks that gather and shard parameters stay outside of the graph.
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, mode=args.compile_mode)
     model.to(torch.float64 if dtype == torch.float64 else torch.float32)
     if dist.is_initialized():  # also by who wants a single rank sharded
         _shard(model, blocks, world, args, dtype)
