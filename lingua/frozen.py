@@ -25,6 +25,7 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": lambda x_BSD, real_BS: x_BSD.masked_fill(~real_BS[..., None], -torch.inf).amax(1),
 }
 MIN_REAL = 0.9  # least fraction of real tokens in a batch
+HALF_PAIR = "half of a surrogate pair, which is no character"
 
 
 class NoTokenError(UserError):
@@ -280,8 +281,13 @@ def check_words(sentences: Sequence[Sequence[str]]) -> None:
 
 
 def _check_unicode(text: str, what: str) -> None:
-    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise UserError(f"{what} ({text[:80]!r}) has half of a surrogate pair, which is no character: remove it")
+    if has_half_pair(text):
+        raise UserError(f"{what} ({text[:80]!r}) has {HALF_PAIR}: remove it")
+
+
+def has_half_pair(text: str) -> bool:
+    """Whether half of a surrogate pair stands in ``text`` by itself, as JSON can have it; no tokenizer takes that."""
+    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def usable_device(device: str | None) -> str:

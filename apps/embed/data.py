@@ -10,12 +10,15 @@ from typing import Any
 
 from lingua.errors import UserError, check_fields
 from lingua.evaluation.tables import read_rows, tsv_lines
-from lingua.files import check_unchanged, list_files
+from lingua.files import PACKED_ENDINGS, check_unchanged, list_files
+from lingua.frozen import HALF_PAIR, has_half_pair
 
 QUERY = ("query", "anchor", "query_id", "qid")
 POSITIVE = ("positive", "positive_id", "pid")
 NEGATIVES = ("negatives", "negative_ids")
 NEGATIVE = re.compile(r"negative(_id)?(_?\d+)?(_id)?")
+TEXT_ENDINGS = (".jsonl", ".csv", ".tsv")
+ENDINGS = (*(ending + packed for ending in TEXT_ENDINGS for packed in ("", *PACKED_ENDINGS)), ".parquet")
 EXAMPLES = 20  # bad rows whose places are kept
 
 
@@ -112,6 +115,8 @@ def read_pairs(path: str, bad: BadRows) -> Iterator[Row]:
         UserError: no file, no such column in a whole file, or a file that is damaged.
     """
     for file in list_files(path):
+        if not file.path.endswith(ENDINGS):
+            raise UserError(f"{file.path}: rows are read from .jsonl, .csv, .tsv (these with .gz or .zst) or .parquet")
         columns: tuple[str, str, list[str]] | None = None
         for line, row in read_rows(file.path):
             place = f"{file.path}, line {line}"
@@ -156,6 +161,8 @@ def _row(row: dict[str, Any], columns: tuple[str, str, list[str]], place: str, b
                 return bad.add(place, reason, f"no {name}")
             if not str(value).strip():
                 return bad.add(place, f"{name} is empty", f"{name} is empty")
+            if isinstance(value, str) and has_half_pair(value):
+                return bad.add(place, f"{name} has {HALF_PAIR}", f"{name} with half a character")
             texts.append(str(value))
     found = Row(place, texts[0], texts[1], tuple(dict.fromkeys(texts[2:])))
     bad.repeated += len(texts) - 2 - len(found.negatives)

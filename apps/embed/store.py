@@ -22,7 +22,7 @@ from lingua.args import to_dict
 from lingua.embedder import role_sequences
 from lingua.errors import UserError
 from lingua.files import list_files, write_atomically
-from lingua.frozen import FrozenEncoder, NoTokenError
+from lingua.frozen import FrozenEncoder, NoTokenError, has_half_pair
 from lingua.hashing import text_hash
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class _Builder:
                 if key in self.numbers[role]:
                     raise UserError(f"{place}: the id {key} stands there a second time")
                 self.numbers[role][key] = -1
-            there = [(key, text) for _, key, text in chunk if text.strip()]
+            there = [(key, text) for _, key, text in chunk if text.strip() and not has_half_pair(text)]
             self._tokenize(role, [key for key, _ in there], [text for _, text in there])
             yield
 

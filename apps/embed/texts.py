@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lingua.errors import UserError
 from lingua.evaluation.tables import read_rows
 from lingua.files import InputFile, check_unchanged, list_files
+from lingua.frozen import HALF_PAIR, has_half_pair
 from lingua.preparation.readers import BadLine, ReaderArgs, blocks, parse
 
 TABLE_ENDINGS = (".csv", ".tsv")
@@ -38,6 +39,8 @@ def read_texts(path: str, column: str) -> Iterator[Text]:
         for row in rows:
             if not row.bad and not row.text.strip():
                 row = Text(row.path, row.line, "", "empty text")
+            elif has_half_pair(row.text):
+                row = Text(row.path, row.line, "", f"the text has {HALF_PAIR}")
             yield row
         check_unchanged(file)
 

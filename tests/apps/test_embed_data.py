@@ -115,6 +115,7 @@ BAD = [
     ({"positive": 1.5}, "positive is float: expected a text or an id"),
     ({"negatives": ["no one"]}, "a column negatives that the file's first row does not have: give it to all or none"),
     ({"anchor": "ask"}, "a column anchor that the file's first row does not have: give it to all or none"),
+    ({"query": "half a smile \ud83d"}, "query has half of a surrogate pair, which is no character"),
 ]
 
 
@@ -134,8 +135,8 @@ def test_bad_rows_that_are_skipped_are_counted(tmp_path: Path, caplog: pytest.Lo
     counts = store.manifest["left_out"]
     assert sum(counts.values()) == len(BAD) + 1
     assert counts["query is empty"] == counts["positive among negatives"] == counts["no negative_1"] == 1
-    assert store.manifest["left_out_examples"][-1] == f"{path}, line 11: no negative_1"
-    assert "9 left out: " in caplog.text
+    assert store.manifest["left_out_examples"][-1] == f"{path}, line 12: no negative_1"
+    assert "10 left out: " in caplog.text
     with pytest.raises(UserError, match=r"no row to train on; 1 left out: 1 query is empty \(such as .*, line 1"):
         open_store(tmp_path / "cache", write_jsonl(tmp_path / "all.jsonl", [ROWS[0] | BAD[0][0]]), on_error="skip")
 
@@ -153,6 +154,10 @@ def test_wrong_columns_broken_lines_and_missing_files_are_named(tmp_path: Path) 
         open_store(tmp_path, tmp_path / "cut.jsonl", on_error="skip")
     with pytest.raises(UserError, match="no file matches"):
         open_store(tmp_path, tmp_path / "none.jsonl")
+    for name in ("pairs.txt", "pairs.json", "pairs.conll"):
+        (tmp_path / name).write_text("a\tb\n")
+        with pytest.raises(UserError, match=rf"{name}: rows are read from \.jsonl, \.csv, \.tsv .*or \.parquet$"):
+            open_store(tmp_path, tmp_path / name)
     assert not list(tmp_path.glob("*/manifest.json"))
 
 

@@ -146,9 +146,11 @@ def test_bad_rows_are_named_by_file_and_line_or_keep_their_place_as_zeros(folder
     assert [line.split("bad.jsonl, ")[1].split(":")[0] for line in summary["bad_listed"]] == [
         "line 2", "line 3", "line 4", "line 6",
     ]  # fmt: skip
-    bad.write_text('{"text": "a dog"}\n{"text": "\\u200b"}\n')
-    with pytest.raises(UserError, match=r"bad.jsonl, line 2: no token"):
-        encode(args(folder, tmp_path / "v2.npy", input=str(bad)))
+    for index, (text, reason) in enumerate((("\\u200b", "no token"), ("a \\ud83d", "the text has half of a surrog"))):
+        bad.write_text(f'{{"text": "a dog"}}\n{{"text": "{text}"}}\n')
+        with pytest.raises(UserError, match=rf"bad.jsonl, line 2: {reason}"):
+            encode(args(folder, tmp_path / f"v{index}.npy", input=str(bad)))
+        assert encode(args(folder, tmp_path / f"z{index}.npy", input=str(bad), bad_rows="zeros"))["bad"] == 1
 
 
 def test_columns_that_are_missing_and_damaged_files_are_told(folder: Path, tmp_path: Path) -> None:
