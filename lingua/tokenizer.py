@@ -90,7 +90,8 @@ def save_copy(tokenizer: Tokenizer, folder: Path) -> None:
     if tokenizer.files:
         folder.mkdir(exist_ok=True)
         for file in tokenizer.files:
-            shutil.copyfile(file, folder / file.name)
+            if file.resolve() != (folder / file.name).resolve():  # a resumed run reads its own copy
+                shutil.copyfile(file, folder / file.name)
 
 
 def prefer_copy(args: TokenizerArgs, folder: Path) -> TokenizerArgs:

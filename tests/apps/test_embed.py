@@ -21,6 +21,7 @@ from tests.pairs import backbone, cosine, pairs, words, write_jsonl
 from tests.ranks import losses, run_ranks
 from tests.support import deterministic, run_app
 from tests.tiny_models import make_model
+from tests.tiny_run import make_pieces_run
 
 ROWS = pairs(60)
 
@@ -98,6 +99,13 @@ def test_a_warm_start_gives_the_predictors_own_output(data: Path, source: Path, 
             places = torch.arange(tokens.shape[1])[None]
             expected = predictor(encoder(tokens), places, torch.tensor([[3]]))[0, 0]
             torch.testing.assert_close(found_BD[row], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_that_reads_its_own_copy_of_a_vocabulary_goes_on(data: Path, tmp_path: Path) -> None:
+    command = words(data, make_pieces_run(tmp_path, predictor={"n_layers": 2}), tmp_path / "embed")
+    for steps in (2, 3):
+        run_app("embed", [*command, f"steps={steps}", "resume.allow=[steps]"])
+    assert [record["step"] for record in records(tmp_path / "embed") if "loss" in record] == [1, 2, 3]
 
 
 def test_a_killed_run_goes_on_bit_by_bit(
