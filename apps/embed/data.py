@@ -95,14 +95,18 @@ class BadRows:
         repeated: negatives that stood in their row before, and count once.
     """
 
-    def __init__(self, on_error: str) -> None:
-        self.repeated = 0
+    def __init__(self, on_error: str, option: str = "data.on_error") -> None:
+        """
+        Args:
+            option: what the command calls ``on_error``.
+        """
+        self.repeated, self.option = 0, option
         self.on_error, self.counts, self.examples = on_error, Counter[str](), list[str]()
 
     def add(self, place: str, reason: str, kind: str) -> None:
         """One more. Raises UserError if there may be none."""
         if self.on_error == "fail":
-            raise UserError(f"{place}: {reason}; mend it, or leave such rows out with data.on_error=skip")
+            raise UserError(f"{place}: {reason}; mend it, or leave such rows out with {self.option}=skip")
         self.counts[kind] += 1
         if len(self.examples) < EXAMPLES:
             self.examples.append(f"{place}: {reason}")

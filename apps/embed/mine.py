@@ -7,27 +7,35 @@ query too. The output is what ``apps.embed.train`` reads: the rows of the input,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from apps.embed.data import BadRows, read_pairs
-from apps.embed.encode import DONE, TIMEOUT, EncodeArgs, claim, encode, finished, part_file, refuse
+from apps.embed.encode import DONE, TIMEOUT, EncodeArgs, claim, encode, finished, part_file
+from apps.embed.mine_texts import reader, write_texts
 from apps.embed.models import Model, ModelArgs
-from apps.embed.texts import input_stamps, read_texts
+from apps.embed.texts import input_stamps
 from lingua.args import cli, to_dict
 from lingua.distributed import World, start
 from lingua.errors import UserError
 from lingua.evaluation.results import writable_folder, write_whole
-from lingua.hashing import permutation, text_hash
+from lingua.hashing import permutation
 
+# What decides which passages are taken and not what they are: the vectors are those of any choice.
+CHOICE = ("negatives", "rank_from", "rank_to", "max_share", "margin", "pick", "seed", "short_rows")
+TOO_NEAR = (
+    "the passages of these ranks are as near to the query as the positive is, or nearer than max_share and margin "
+    "allow. A model that was not trained to find passages seldom tells them apart: train it on the pairs first and "
+    "mine with that, or with any embedding model; a larger rank_to and max_share=1 take more"
+)
 QUERY_BLOCK = 4096  # queries whose scores against a part of the passages are in memory at a time
 
 
@@ -88,9 +96,9 @@ def mine(args: MineArgs) -> dict[str, Any]:
     account = world.from_first(finished(out, made) if world.is_first and out.is_file() else None)
     if account is None:
         if world.is_first:
-            claim(work, made)
+            claim(work, {name: value for name, value in made.items() if name not in CHOICE})
             if not (work / "texts.json").is_file():
-                write_texts(args, work)
+                write_texts(args.path, args.corpus, args.column, args.on_error, work, model)
         world.gather(None)  # the texts are there
         device = model.device
         del model
@@ -100,7 +108,7 @@ def mine(args: MineArgs) -> dict[str, Any]:
             encode(EncodeArgs(**given, **where, prompt=prompt))
         n_parts = _mine_parts(args, work, device, world)
         world.gather(None)  # every part is there
-        account = world.from_first(_join(made, work, out, n_parts) if world.is_first else None)
+        account = world.from_first(_join(args, made, work, out, n_parts) if world.is_first else None)
     if world.is_first:
         print(
             f"{out}: {account['rows']:,} rows with {account['negatives_found']:,} negatives; {account['short']:,} have "
@@ -108,57 +116,9 @@ def mine(args: MineArgs) -> dict[str, Any]:
             + (f"; {account['dropped']:,} are left out" if args.short_rows == "drop" else "")
             + (f"; {account['bad']:,} rows could not be read" if account["bad"] else "")
         )
+        if account["none"] > (account["rows"] + account["dropped"]) / 2:
+            print(f"Most rows have none: {TOO_NEAR}")
     return account
-
-
-class _Texts:
-    """Different texts, each once, written as they come."""
-
-    def __init__(self, path: Path) -> None:
-        self.file, self.offsets, self.numbers = path.open("wb"), [0], dict[int, int]()
-
-    def number(self, text: str) -> int:
-        """Of a text, which is written if it is new."""
-        key = text_hash(text)
-        if key not in self.numbers:
-            self.numbers[key] = len(self.numbers)
-            line = json.dumps({"text": text}).encode() + b"\n"
-            self.file.write(line)
-            self.offsets.append(self.offsets[-1] + len(line))
-        return self.numbers[key]
-
-    def close(self, offsets: Path) -> None:
-        self.file.close()
-        np.save(offsets, np.array(self.offsets, dtype=np.int64))
-
-
-def write_texts(args: MineArgs, work: Path) -> None:
-    """The different queries and passages, and the rows as their numbers: ``rows.npy`` [rows, 2].
-
-    Raises:
-        UserError: a bad row, or none.
-    """
-    queries, passages = _Texts(work / "queries.jsonl"), _Texts(work / "passages.jsonl")
-    bad, rows = BadRows(args.on_error), []
-    same = []  # of a passage that is word by word a query: those two are not told apart
-    for row in read_pairs(args.path, bad):
-        rows.append((queries.number(row.query), passages.number(row.positive)))
-        for text in row.negatives:
-            passages.number(text)
-    if not rows:
-        raise UserError(f"path={args.path}: has no row with a query and a positive")
-    for text in read_texts(args.corpus, args.column) if args.corpus else ():
-        refuse(text)
-        passages.number(text.text)
-    for key, query in queries.numbers.items():
-        if key in passages.numbers:
-            same.append((query, passages.numbers[key]))
-    queries.close(work / "queries.npy")
-    passages.close(work / "passages.npy")
-    np.save(work / "rows.npy", np.array(rows, dtype=np.int64))
-    np.save(work / "same.npy", np.array(same, dtype=np.int64).reshape(-1, 2))
-    told = {"bad": sum(bad.counts.values()), "bad_listed": bad.examples, "passages": len(passages.numbers)}
-    write_whole(work / "texts.json", json.dumps(told).encode())
 
 
 def _mine_parts(args: MineArgs, work: Path, device: torch.device, world: World) -> int:
@@ -171,7 +131,7 @@ def _mine_parts(args: MineArgs, work: Path, device: torch.device, world: World) 
     queries_ND = np.concatenate([np.load(path) for path in _vector_files(work / "queries")])
     starts = range(0, len(rows_N2), args.part_rows)
     for index, begin in enumerate(starts):
-        path = work / f"mined_{index:06d}.jsonl"
+        path = _mined(work, index, args)
         if index % world.size != world.rank or path.is_file():
             continue
         part_N2 = rows_N2[begin : begin + args.part_rows]
@@ -179,7 +139,7 @@ def _mine_parts(args: MineArgs, work: Path, device: torch.device, world: World) 
         scores_QK, found_QK = nearest(queries_ND[asked], _vector_files(work / "passages"), args.rank_to + most, device)
         positive_N = _cosines(queries_ND, work, part_N2)
         with (work / "passages.jsonl").open("rb") as passages, (work / "queries.jsonl").open("rb") as queries:
-            read_query, read_passage = _reader(queries, work / "queries.npy"), _reader(passages, work / "passages.npy")
+            read_query, read_passage = reader(queries, work / "queries.npy"), reader(passages, work / "passages.npy")
             lines = []
             for i, (query, positive) in enumerate(part_N2):
                 known = pairs_M2[bounds[query] : bounds[query + 1], 1]
@@ -267,25 +227,25 @@ def _blocks(queries_QD: np.ndarray) -> Iterator[np.ndarray]:
         yield queries_QD[begin : begin + QUERY_BLOCK]
 
 
-def _reader(file: BinaryIO, offsets: Path) -> Any:
-    at = np.load(offsets, mmap_mode="r")
-
-    def read(number: int) -> str:
-        file.seek(at[number])
-        return json.loads(file.read(at[number + 1] - at[number]))["text"]
-
-    return read
+def _mined(work: Path, index: int, args: MineArgs) -> Path:
+    """A part of the output, for this choice."""
+    choice = repr([getattr(args, name) for name in CHOICE])
+    return work / f"mined_{hashlib.sha256(choice.encode()).hexdigest()[:8]}_{index:06d}.jsonl"
 
 
-def _join(made: dict[str, Any], work: Path, out: Path, n_parts: int) -> dict[str, Any]:
-    """All parts as one file, and the account beside it; the work folder goes."""
+def _join(args: MineArgs, made: dict[str, Any], work: Path, out: Path, n_parts: int) -> dict[str, Any]:
+    """All parts as one file, and the account beside it; the work folder goes.
+
+    Raises:
+        UserError: no row has a negative; the vectors stay, for another choice.
+    """
     told = json.loads((work / "texts.json").read_text())
     counts = dict.fromkeys(("rows", "negatives_found", "short", "none", "dropped"), 0)
     partial = out.with_name(out.name + ".partial")
     writable_folder(out.parent)
     with partial.open("wb") as joined:
         for index in range(n_parts):
-            for line in (work / f"mined_{index:06d}.jsonl").open("rb"):
+            for line in _mined(work, index, args).open("rb"):
                 found = len(json.loads(line)["negatives"])
                 counts["short"] += found < made["negatives"]
                 counts["none"] += found == 0
@@ -295,6 +255,9 @@ def _join(made: dict[str, Any], work: Path, out: Path, n_parts: int) -> dict[str
                 joined.write(line)
                 counts["rows"] += 1
                 counts["negatives_found"] += found
+    if counts["none"] == counts["rows"] + counts["dropped"]:
+        partial.unlink()
+        raise UserError(f"{args.path}: no row gets a negative: {TOO_NEAR} (the vectors stay in {work})")
     account = {**made, **told, **counts}
     write_whole(out.with_name(out.name + ".json"), (json.dumps(account, indent=1) + "\n").encode())
     partial.replace(out)
