@@ -135,17 +135,20 @@ def activations(config: Any, micro_rows: int, low: int, wide: int, checkpointing
         normed=visible * dim,
         products=visible * (q + 2 * kv + q),
         rotated=visible * (q + kv + repeated),
+        head_norms=visible * (q + kv) * model.qk_norm,
         ffn=visible * _ffn(model.ffn_dim, dim),
     )
     stacks = [(encoder, model.n_layers)]
     if predictor is not None:
         width = dim if predictor.dim == -1 else predictor.dim
         queries = tokens * hidden * getattr(masking, "predicted_share", 1.0)
+        among = queries * width * predictor.self_attention  # of a second attention, among the hidden positions
         own = _Kept(
-            stream=queries * width,
-            normed=queries * width,
-            products=queries * 2 * width + visible * 2 * width,
-            rotated=queries * width + visible * width,
+            stream=queries * width + among / 2,
+            normed=queries * width + among / 2,
+            products=queries * 2 * width + visible * 2 * width + 4 * among,
+            rotated=queries * width + visible * width + 2 * among,
+            head_norms=(queries * width + visible * width + 2 * among) * model.qk_norm,
             ffn=queries * _ffn(-1, width),
             source=visible * dim if low < wide else 0.0,
         )
@@ -166,6 +169,7 @@ class _Kept:
     products: float  # q, k, v, and the attention's output
     rotated: float  # q and k with rotary positions
     ffn: float  # width of SwiGLU, for all tokens
+    head_norms: float = 0.0  # q and k before the norms of their heads
     source: float = 0.0  # what cross-attention reads, in the compute precision
 
     def bytes(self, low: int, wide: int, checkpointing: str) -> float:
@@ -174,7 +178,9 @@ class _Kept:
         outputs = self.products + 2 * self.ffn  # of products and of attention
         if checkpointing == "selective":
             return wide * self.stream + low * (outputs + 2 * self.stream)
-        return 2 * wide * self.stream + low * (2 * self.normed + outputs + self.rotated + 2 * self.ffn + self.source)
+        reduced = 2 * low if low < wide else 0  # the products' output, and what attention takes: copies then
+        norms = wide * 2 * self.stream + (wide + reduced) * self.head_norms
+        return norms + low * (2 * self.normed + outputs + self.rotated + 2 * self.ffn + self.source)
 
 
 def _ffn(width: int, dim: int) -> int:

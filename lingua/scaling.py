@@ -17,6 +17,7 @@ from lingua import paper
 from lingua.errors import UserError
 
 HUBER = 1.345  # residuals beyond this many standard deviations count less; 95% as efficient as plain least squares
+MOST_WIDTH = 16384  # of the encoders that are planned
 RATIO = 20.0  # the paper's D/F: view tokens over training FLOPs per view token, for every model of its suites
 
 
@@ -191,7 +192,7 @@ def shape_of(family: str, dim: int, head_dim: int | None = None, n_layers: int |
     return Shape(dim, n_layers, heads, predictor_layers(n_layers) if family == "crossbert" else None)
 
 
-def widths(head_dim: int | None = None, most: int = 16384) -> list[int]:
+def widths(head_dim: int | None = None, most: int = MOST_WIDTH) -> list[int]:
     """Every width that splits into whole heads."""
     step = head_dim or 64
     return [dim for dim in range(step, most + 1, step) if dim % (head_dim or head_size(dim)) == 0]

@@ -24,12 +24,20 @@ from lingua.stool.plan import load_script, meta_model
 SEQ, ROWS = 64, 16
 
 
-def make(app: str, checkpointing: str = "none", dtype: str = "fp32", vocab: int = 2000, shard: int = 1) -> tuple:
-    """An app's config at small size, and its model on the meta device."""
+def make(
+    app: str,
+    checkpointing: str = "none",
+    dtype: str = "fp32",
+    vocab: int = 2000,
+    shard: int = 1,
+    predictor: dict[str, Any] | None = None,
+    **shape: Any,
+) -> tuple:
+    """An app's config at small size, and its model on the meta device; ``shape`` goes to its section ``model``."""
     script = load_script(f"apps.{app}.train")
-    model: dict[str, Any] = {"dim": 128, "n_layers": 4, "n_heads": 2, "vocab_size": vocab}
+    model: dict[str, Any] = {"dim": 128, "n_layers": 4, "n_heads": 2, "vocab_size": vocab, **shape}
     if app == "crossbert":
-        model["predictor"] = {"n_layers": 2}
+        model["predictor"] = {"n_layers": 2, **(predictor or {})}
     spread = {"activation_checkpointing": checkpointing, "dp_shard": shard}
     values = {"dump_dir": "x", "steps": 1, "dtype": dtype, "data": {"root_dir": "x", "seq_len": SEQ}}
     config = build(script.config_class, ("test", values | {"model": model, "distributed": spread}))

@@ -54,13 +54,14 @@ def plan(args: PlanArgs) -> Plan:
 def describe(made: Plan, args: RuleArgs) -> list[str]:
     """The plan for a person."""
     shape, counts = made.shape, made.counts
+    head = made.config.model.head_size
     rule = depth_law(made.family)
     predictor = "" if shape.pred_layers is None else f", predictor of {shape.pred_layers} blocks"
     hours = made.gpu_hours(args)
     device = args.gpu.upper() if args.tflops is None else f"devices of {args.tflops:g} TFLOP/s"
     return [
         f"model         {made.family}: {shape.n_layers} blocks, {shape.dim} wide, {shape.n_heads} heads of "
-        f"{shape.dim // shape.n_heads}{predictor}",
+        f"{head}{predictor}",
         f"              depth by n_layers = {rule.law.constant:.3g} * dim ** {rule.law.exponent:.3f}, within "
         f"{rule.spread:.0%} on the paper's suite"
         if args.n_layers is None

@@ -16,11 +16,13 @@ from lingua.args import build, read_yaml
 from lingua.errors import UserError, check_fields
 from lingua.evaluation.results import writable_folder, write_whole
 from lingua.flops import peak_flops
-from lingua.scaling import BATCH_LAWS, LR_LAWS, RATIO, PowerLaw, Shape, shape_of, widths
+from lingua.scaling import BATCH_LAWS, LR_LAWS, MOST_WIDTH, RATIO, PowerLaw, Shape, head_size, shape_of, widths
 from lingua.stool.plan import accepted, load_script, meta_model
 from lingua.tokenizer import build_tokenizer
 
 KINDS = ("flops", "params", "tokens", "gpu_hours")  # of budgets
+# Fields of ``model`` that belong to one width: a plan that looks for the width cannot keep them.
+OF_ONE_WIDTH = ("ffn_dim", "head_dim", "n_kv_heads", "predictor.dim", "predictor.n_heads")
 
 
 @dataclass
@@ -55,8 +57,11 @@ class RuleArgs:
         check_fields("scaling", self, checks | {name: (value >= 1, "at least 1") for name, value in whole.items()})
         if self.mfu > 1:
             raise UserError(f"scaling.mfu={self.mfu}: expected a share of the peak, at most 1")
-        if self.dim is not None and self.dim % (self.head_dim or 2):
-            raise UserError(f"scaling.dim={self.dim} does not split into heads of head_dim={self.head_dim}")
+        if self.head_dim is not None and (self.head_dim % 2 or self.head_dim > MOST_WIDTH):
+            raise UserError(f"scaling.head_dim={self.head_dim}: expected an even number, at most {MOST_WIDTH}")
+        if self.dim is not None and self.dim % (head := self.head_dim or head_size(self.dim)):
+            rule = "" if self.head_dim else " (the rule): give head_dim=..., or another dim"
+            raise UserError(f"scaling.dim={self.dim} does not split into heads of head_dim={head}{rule}")
 
     def law(self, name: str) -> PowerLaw:
         """The law in force: ``lr`` or ``batch_tokens``."""
@@ -132,6 +137,12 @@ class Planner:
         # Lengths that the base sets, which a plan replaces by steps.
         self.replaced = [name for name in ("steps", "tokens", "flops") if self.base.pop(name, None) is not None]
         config = self._config({})
+        fixed = {name: value for name in OF_ONE_WIDTH if (value := _at(config.model, name)) not in (None, -1)}
+        if fixed and args.dim is None:
+            raise UserError(
+                f"{args.base}: model.{', model.'.join(f'{name}={value}' for name, value in fixed.items())} would stand "
+                "beside every width that is tried: leave it out (-1: it follows the width), or give dim=..."
+            )
         self.vocab_size = config.model.vocab_size
         if self.vocab_size == -1:
             self.vocab_size = build_tokenizer(config.data.tokenizer).vocab_size
@@ -210,9 +221,12 @@ class Planner:
             low, high = (middle, high) if self._distance(kind, amount, known[middle]) > 0 else (low, middle)
         best = min((known[low], known[high]), key=lambda dim: abs(self._distance(kind, amount, dim)))
         if abs(self._distance(kind, amount, best)) > math.log(4):
+            advice = "Give dim= and n_layers=, or a smaller budget"
+            if best == known[0]:
+                advice = "For a small budget give a smaller head_dim=..., or dim= and n_layers="
             raise UserError(
                 f"{kind}={amount:g}: no {self.args.family} of heads of {self.args.head_dim or 'the rules'} comes near; "
-                f"the nearest is {best} wide. For a small budget give a smaller head_dim=..., or dim= and n_layers="
+                f"the nearest is {best} wide. {advice}"
             )
         return best
 
@@ -226,6 +240,13 @@ class Planner:
             return self.args.batch_tokens
         unit = self.row_tokens * self.args.gpus
         return unit * max(1, round(self.args.law("batch_tokens")(compute) / unit))
+
+
+def _at(section: Any, path: str) -> Any:
+    """A field of a config's section, dotted; None where the family does not have it."""
+    for name in path.split("."):
+        section = getattr(section, name, None)
+    return section
 
 
 def write_text(path: str, text: str) -> None:

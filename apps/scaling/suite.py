@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from apps.scaling.rules import Plan, Planner, RuleArgs, write_text
@@ -42,6 +42,9 @@ class SuiteArgs(RuleArgs):
         super().__post_init__()
         if self.suite not in ("rules", "paper"):
             raise UserError(f"suite={self.suite}: expected rules or paper")
+        given = [f"{f.name}=" for f in fields(RuleArgs) if getattr(self, f.name) != f.default]
+        if self.suite == "paper" and given:
+            raise UserError(f"suite=paper is Tables 10 and 11 as they are: leave out {', '.join(given)}")
         if len(self.budgets) != 2 or not 0 < self.budgets[0] <= self.budgets[1] < math.inf or self.n < 1:
             raise UserError(f"budgets={self.budgets}, n={self.n}: expected [least, largest] and one model at least")
 

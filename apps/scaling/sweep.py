@@ -38,6 +38,10 @@ class SweepArgs(RuleArgs):
             values = getattr(self, name)
             if not all(0 < value < math.inf for value in values) or len(set(values)) < len(values):
                 raise UserError(f"{name}={values}: expected different finite numbers above 0")
+        if self.out != "???" and not self.out.endswith((".yaml", ".yml")):
+            raise UserError(f"out={self.out}: expected a file that ends in .yaml")
+        if self.dim is not None and len(self.ratios) > 1:
+            raise UserError(f"dim={self.dim} is one size at every D/F: leave out dim, or ratios={self.ratios}")
         if not self.lr_factors or not self.batch_factors:
             raise UserError("lr_factors and batch_factors: expected at least one number")
 
@@ -45,7 +49,7 @@ class SweepArgs(RuleArgs):
 def sweep(args: SweepArgs) -> list[dict[str, Any]]:
     """Write the points and say what they cost and how to launch them."""
     points: list[dict[str, Any]] = []
-    compute = 0.0
+    compute, again = 0.0, 0
     for ratio in args.ratios or [args.ratio]:
         args.ratio = ratio
         planner = Planner(args)
@@ -55,13 +59,17 @@ def sweep(args: SweepArgs) -> list[dict[str, Any]]:
             print(f"{budget:.3g} FLOPs: {shape}, D/F {made.ratio:.3g}, {made.steps:,} steps, lr {made.lr:.3g}")
             for lr_factor, batch_factor in itertools.product(args.lr_factors, args.batch_factors):
                 point = point_of(made, planner.row_tokens, lr_factor, batch_factor)
-                if point not in points:  # two ratios may come to the same shape
-                    points.append(point)
-                    compute += made.flops
+                if point in points:  # two ratios may come to the same shape, two factors to the same batch
+                    again += 1
+                    continue
+                points.append(point)
+                compute += made.flops
     text = OmegaConf.to_yaml(OmegaConf.create({"points": points}))
     write_text(args.out, text)
     folder = Path(args.out).with_suffix("")
     others = [f"{name}=null" for name in planner.replaced if name != "steps"]
+    if again:
+        print(f"{again} more came to the same as one of these")
     print(
         f"{len(points)} runs, {compute:.3g} FLOPs in all, written to {args.out}. To launch them:\n"
         f"python -m lingua.stool script=apps.{args.family}.train config={args.base or 'BASE.yaml'} "

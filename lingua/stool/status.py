@@ -57,10 +57,12 @@ def states(runs: list[Path]) -> dict[Path, dict[str, Any]]:
 
 
 def _local_state(about: dict[str, Any]) -> str | None:
-    """RUNNING, COMPLETED for a process that is gone, or None for another machine's."""
+    """RUNNING, PENDING in the queue, COMPLETED for a process that is gone, or None for another machine's."""
     queue = int(about["job"].removeprefix("local").split("_")[0])
     alive = scheduler.alive(about.get("pid", queue), about.get("host"))
-    return None if alive is None else "RUNNING" if alive else "COMPLETED"
+    if not alive:
+        return None if alive is None else "COMPLETED"
+    return "PENDING" if about["state"] == records.SUBMITTED else "RUNNING"
 
 
 def run_state(run: Path) -> str:

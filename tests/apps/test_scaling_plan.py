@@ -13,6 +13,7 @@ from apps.crossbert.train import CrossBertTrainArgs
 from apps.scaling.plan import PlanArgs, plan
 from apps.scaling.rules import Planner, RuleArgs
 from apps.scaling.suite import COLUMNS, PRINTED, SHAPE, SuiteArgs, suite
+from apps.scaling.sweep import SweepArgs
 from lingua import paper
 from lingua.args import parse
 from lingua.errors import UserError
@@ -157,8 +158,33 @@ def test_a_plan_starts_from_a_config_and_from_laws(tmp_path: Path) -> None:
         (["flops=1e19", "batch_tokens=1000"], "batch_tokens=1000 is not a whole number of rows of 1024"),
         (["flops=1e19", "dim=100", "head_dim=64"], "scaling.dim=100 does not split into heads"),
         (["flops=1e19", "mfu=40"], "scaling.mfu=40"),
+        (["flops=1e19", "dim=100"], r"dim=100 does not split into heads of head_dim=64 \(the rule\): give head_dim="),
+        (["flops=1e19", "head_dim=7"], "head_dim=7: expected an even number"),
+        (["flops=1e19", "head_dim=20000"], "head_dim=20000: expected an even number, at most 16384"),
+        (["flops=1e30"], "the nearest is 16384 wide. Give dim= and n_layers=, or a smaller budget"),
     ],
 )
 def test_what_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan(parse(PlanArgs, words))
+
+
+def test_a_base_that_fixes_what_follows_the_width(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("data: {seq_len: 64}\nmodel: {ffn_dim: 3072, head_dim: 128, n_kv_heads: 2}\n")
+    words = ["family=bert", "flops=1e16", f"base={base}", "gpus=1"]
+    with pytest.raises(UserError, match=r"model.ffn_dim=3072, model.head_dim=128, model.n_kv_heads=2 would stand"):
+        plan(parse(PlanArgs, words))
+    made = plan(parse(PlanArgs, [*words, "dim=256", "n_layers=2"]))
+    # By hand: 4 heads of queries and 2 of keys and of values, of 128; SwiGLU of 3,072; the paper's F.
+    matrices = 2 * (256 * 8 * 128 + 4 * 128 * 256 + 3 * 256 * 3072)
+    assert made.flops_per_token == 6 * matrices + 12 * 4 * 128 * 2 * 64
+
+
+def test_options_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"suite=paper .* leave out lr=, dim="):
+        SuiteArgs(suite="paper", dim=64, lr=1e-3)
+    with pytest.raises(UserError, match="dim=512 is one size at every D/F"):
+        SweepArgs(budgets=[1e19], dim=512, ratios=[10, 20], out="points.yaml")
+    with pytest.raises(UserError, match=r"out=runs/sweep: expected a file that ends in .yaml"):
+        SweepArgs(budgets=[1e19], out="runs/sweep")  # the runs' folder gets the file's name without its ending

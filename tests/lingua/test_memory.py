@@ -30,6 +30,10 @@ def estimate(app: str, passes: int = 1, ranks: int = 1, **case: Any) -> float:
         ("crossbert", {}),
         ("crossbert", {"checkpointing": "block", "passes": 2}),
         ("crossbert", {"dtype": "bf16"}),
+        ("bert", {"qk_norm": True}),
+        ("bert", {"qk_norm": True, "dtype": "bf16"}),
+        ("bert", {"n_heads": 8, "n_kv_heads": 2, "ffn_dim": 1024}),
+        ("crossbert", {"predictor": {"self_attention": True}}),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -597,6 +598,19 @@ def test_records_and_scheduler_together(clients: Path, tmp_path: Path, said: str
     if before == "end":
         records.append(run, "end", job="7", state=records.FINISHED, exit=0, reason="finished")
     assert status.run_state(run) == state
+
+
+def test_a_run_on_this_machine_that_waits_for_its_turn(tmp_path: Path) -> None:
+    """One queue runs the points of a sweep: that it lives says nothing of those that it has not come to."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    here, queue = socket.gethostname(), os.getpid()
+    for number, run in enumerate((first, second)):
+        records.append(run, "submit", job=f"local{queue}_{number}", launcher="local", host=here, code="")
+    records.append(first, "start", job=f"local{queue}_0", restart=0, host=here, pid=queue, nodes=[here], logs="")
+    found = status.states([first, second])
+    assert [found[run]["state"] for run in (first, second)] == [records.RUNNING, records.PENDING]
+    records.append(second, "cancel", job=f"local{queue}_1")
+    assert status.run_state(second) == records.CANCELLING
 
 
 def test_a_run_that_ends_while_the_scheduler_is_asked(clients: Path, tmp_path: Path) -> None:
