@@ -66,7 +66,10 @@ def build(cls: type[T], *layers: tuple[str, dict[str, Any]]) -> T:
         try:
             config = OmegaConf.merge(config, values)
         except OmegaConfBaseException as error:
-            raise UserError(f"{origin}: {error.full_key or 'config'}: {_first_line(error)}") from None
+            reason = _first_line(error)
+            if "to string: '{" in reason:  # `query: ` is a mapping to YAML
+                reason += "; a text with a colon or blanks at its ends needs quotes of its own: 'key=\"query: \"'"
+            raise UserError(f"{origin}: {error.full_key or 'config'}: {reason}") from None
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise UserError(f"no value for {', '.join(missing)}: give it in the YAML file or as {missing[0]}=...")

@@ -188,9 +188,21 @@ class SentenceTransformerEmbedder:
 
 
 def role_sequences(encoder: FrozenEncoder, texts: Sequence[str], before: str, max_length: int) -> Sequences:
-    """Tokens of each text behind ``before``, cut to ``max_length``. Raises UserError for what has no token."""
+    """Tokens of each text behind ``before``, cut to ``max_length``.
+
+    Raises:
+        UserError: a text has no token, or ``before`` leaves no room for any.
+    """
     encoder.max_length = max_length
-    return encoder.text_sequences([before + text for text in texts] if before else texts)
+    if not before:
+        return encoder.text_sequences(texts)
+    found = encoder.text_sequences([before + text for text in texts])
+    if found.truncated and encoder.text_sequences([before]).ids[0].size >= max_length:
+        raise UserError(
+            f"the prompt {before[:80]!r} alone has the {max_length} tokens of max_length or more: every text would be "
+            "cut off; raise max_length or shorten the prompt"
+        )
+    return found
 
 
 def check_prompt(prompt: str | None) -> None:

@@ -138,8 +138,8 @@ def check_data(checkpoint: Path, state: dict[str, Any], fingerprints: dict[str, 
             continue
         if "data" not in allowed:
             raise UserError(
-                f"data.sources.{name}: the shards hold other text than when {checkpoint} was written; point "
-                "data.root_dir at the old ones, allow it with 'resume.allow=[data]', or give a new dump_dir"
+                f"data, {name}: the files hold other text than when {checkpoint} was written; name the old ones "
+                "(data.root_dir, data.path), allow it with 'resume.allow=[data]', or give a new dump_dir"
             )
         log.warning("resuming on other text in source %s, as resume.allow says", name)
 

@@ -61,6 +61,7 @@ def test_resolved_yaml_gives_the_same_args(tmp_path: Path) -> None:
         (["path=a", "zzz=3"], "unknown key zzz: known here: path, rate, steps, inner"),
         (["path=a", "steps=many"], "the command line: steps: .*many.*Integer"),
         ([], "no value for path"),
+        (["path=query: "], r"""path: .*'key="query: "'"""),
         (["path=a", "rate=-1"], "rate=-1.0: expected 0 or more"),
         (["path"], "'path' is not of the form key=value"),
         (["config=nowhere.yaml"], r"nowhere\.yaml: no such file"),

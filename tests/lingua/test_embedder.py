@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lingua.embedder import load_embedder
+from lingua.embedder import load_embedder, role_sequences
 from lingua.errors import UserError
 from lingua.features import load_encoder
 from tests.tiny_models import make_model
@@ -47,6 +47,16 @@ def test_hugging_face_and_sentence_transformers_give_the_same_vectors(hf: Path) 
     assert theirs.encode([]).shape == ours.encode([]).shape == (0, 32)
     assert load_embedder(f"st:{hf}", device="cpu", max_length=6).max_length == 6
     assert theirs.weights_digest() == load_embedder(f"st:{hf}", device="cpu").weights_digest()
+
+
+def test_a_prompt_that_leaves_no_room_for_text_is_refused(run: Path) -> None:
+    encoder = load_encoder(run, device="cpu")
+    prompt = SENTENCES[0]
+    whole = len(encoder.text_sequences([prompt]).ids[0])
+    found = role_sequences(encoder, ["dog"], prompt, whole + 1).ids[0]
+    assert len(found) == whole + 1
+    with pytest.raises(UserError, match=f"alone has the {whole} tokens of max_length or more"):
+        role_sequences(encoder, ["dog"], prompt, whole)
 
 
 def test_mistakes_are_named(run: Path, tmp_path: Path) -> None:
