@@ -61,9 +61,14 @@ def _document_rows(file: InputFile, column: str) -> Iterator[Text]:
                 elif row.line == 1 and row.reason.startswith("no column"):  # so it is with all rows
                     raise UserError(f"{row.path}, line 1: {row.reason}")
                 else:
-                    yield Text(row.path, row.line, "", row.reason)
-    except UserError as error:  # the readers' own field has another name
-        raise UserError(str(error).replace("text=COLUMN", "column=COLUMN")) from None
+                    yield Text(row.path, row.line, "", _own_name(row.reason))
+    except UserError as error:
+        raise UserError(_own_name(str(error))) from None
+
+
+def _own_name(reason: str) -> str:
+    """A readers' message, whose field has another name here."""
+    return reason.replace("text=COLUMN", "column=COLUMN")
 
 
 def _table_rows(path: str, column: str) -> Iterator[Text]:

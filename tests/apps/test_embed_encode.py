@@ -137,14 +137,16 @@ def test_vectors_of_something_else_are_not_gone_on_with(folder: Path, tmp_path: 
 def test_bad_rows_are_named_by_file_and_line_or_keep_their_place_as_zeros(folder: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a dog"}\n{"text": "  "}\n{"text": 5}\n{"text": "\\u200b"}\n{"text": "a fox"}\nno json\n')
+    bad.write_text(bad.read_text() + '{"body": "a cat"}\n')
     with pytest.raises(UserError, match=r"bad.jsonl, line 2: empty text"):
         encode(args(folder, tmp_path / "v.npy", input=str(bad)))
     summary = encode(args(folder, tmp_path / "z.npy", input=str(bad), bad_rows="zeros"))
     vectors = np.load(tmp_path / "z.npy")
-    assert list(np.linalg.norm(vectors, axis=1).round(5)) == [1, 0, 0, 0, 1, 0]
-    assert summary["bad"] == 4
+    assert list(np.linalg.norm(vectors, axis=1).round(5)) == [1, 0, 0, 0, 1, 0, 0]
+    assert summary["bad"] == 5
+    assert summary["bad_listed"][-1].endswith("no column 'text', found body; name it with column=COLUMN")
     assert [line.split("bad.jsonl, ")[1].split(":")[0] for line in summary["bad_listed"]] == [
-        "line 2", "line 3", "line 4", "line 6",
+        "line 2", "line 3", "line 4", "line 6", "line 7",
     ]  # fmt: skip
     for index, (text, reason) in enumerate((("\\u200b", "no token"), ("a \\ud83d", "the text has half of a surrog"))):
         bad.write_text(f'{{"text": "a dog"}}\n{{"text": "{text}"}}\n')
