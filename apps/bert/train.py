@@ -25,7 +25,7 @@ from lingua.run_args import PretrainingArgs
 class MlmArgs:
     """What is masked, and what stands in its place."""
 
-    hidden_ratio: float = 0.2  # share of each row's positions that are predicted (Table 6)
+    hidden_ratio: float = 0.2  # share of each row's positions that are predicted (Table 6); clm has no masks
     replace: ReplaceArgs = field(default_factory=ReplaceArgs)  # 80/10/10 and the like
     predict_special: bool = False  # also mask and predict <s>, </s> and the like
 
@@ -42,12 +42,13 @@ class BertTrainArgs(PretrainingArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for seq_len in self.data.seq_lens():
-            hidden_count(seq_len, self.masking.hidden_ratio)
         check_stages(self.objective, self.stages, self.optim)
         if self.objective == "rtd":
             self.rtd.generator(self.model)
         objectives = [stage.objective for stage in self.stages.values()] or [self.objective]
+        if objectives != ["clm"] * len(objectives):  # clm alone hides nothing
+            for seq_len in self.data.seq_lens():
+                hidden_count(seq_len, self.masking.hidden_ratio)
         if "clm" in objectives and self.data.isolate_documents and self.model.attention in ("varlen", "xformers"):
             raise UserError(
                 f"model.attention={self.model.attention} is not causal within documents here, which clm needs: "

@@ -227,6 +227,14 @@ def test_stages_that_make_no_run_are_refused(objective: str, stages: dict, messa
         check_stages(objective, stages, OptimArgs())
 
 
+def test_a_run_without_masks_asks_nothing_of_their_ratio(corpus: Path, tmp_path: Path) -> None:
+    options = {"steps": 2, "masking__hidden_ratio": 0.001}
+    run_app("bert", tiny_words("bert", corpus, tmp_path / "clm", objective="clm", **options))
+    assert len(losses(tmp_path / "clm")) == 2
+    with pytest.raises(UserError, match=r"hidden ratio 0\.001"):
+        run_app("bert", tiny_words("bert", corpus, tmp_path / "both", **options, **STAGES))
+
+
 def test_what_fits_no_step_or_backend_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"stages\.a: 0\.01 of 30 steps is less than one step"):
         Stages("mlm", {"a": StageArgs("clm", 0.01), "b": StageArgs("mlm")}, OptimArgs(), 30)
