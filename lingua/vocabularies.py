@@ -223,6 +223,8 @@ def _said_names(beside: list[Path], role: str) -> list[str]:
                 said = json.loads(file.read_text())
             except ValueError as error:
                 raise UserError(f"{file}: not valid JSON: {error}") from None
+            if not isinstance(said, dict):
+                raise UserError(f"{file}: expected a JSON object, found {str(said)[:80]}")
             for value in (said.get(key) for key in keys):
                 names += [value["content"] if isinstance(value, dict) else value] if value else []
     return names

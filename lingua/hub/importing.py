@@ -24,6 +24,7 @@ from lingua.transformer import Encoder
 
 FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json", "special_tokens_map.json", OURS,
          "lingua_tokenizer/*"]  # fmt: skip
+OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # older kinds of file
 
 
 @dataclass
@@ -70,6 +71,9 @@ def _foreign(folder: Path, seq_len: int) -> Exported:
     encoder, left_out = from_source(config, tensors, str(folder))
     if left_out:
         print(f"{folder}: left out, since nothing here computes with it: {', '.join(left_out)}")
+    if "lm_head.weight" not in tensors and not config.get("tie_word_embeddings", True):
+        print(f"{folder}: has no output matrix (it is a base model): the embedding is one, model.tied=true")
+    _check_tokenizer(folder)
     tokenizer_args = TokenizerArgs("hf", str(folder))
     tokenizer = build_tokenizer(tokenizer_args)
     _fit_vocabulary(encoder, tokenizer, str(folder))
@@ -77,6 +81,20 @@ def _foreign(folder: Path, seq_len: int) -> Exported:
     if is_causal(config):
         about["objective"] = "clm"
     return Exported(encoder, None, tokenizer, tokenizer_args, about)
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raise UserError unless the folder has the one file that is read of a tokenizer."""
+    if (folder / "tokenizer.json").is_file():
+        return
+    others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
+    hint = "add that of the model it was made of"
+    if others:
+        hint = (
+            f"make it of {others[0]}: transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
+            f".save_pretrained({str(folder)!r})"
+        )
+    raise UserError(f"{folder}: has no tokenizer.json; {hint}")
 
 
 def _fit_vocabulary(encoder: Encoder, tokenizer: Tokenizer, where: str) -> None:

@@ -70,7 +70,12 @@ def read_source(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     config = _read_json(folder / "config.json")
     index = folder / "model.safetensors.index.json"
-    files = sorted(set(_read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    files = ["model.safetensors"]
+    if index.is_file():
+        places = _read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise UserError(f"{index}: has no weight_map, which says in which file each tensor is")
+        files = sorted(set(places.values()))
     tensors: dict[str, Tensor] = {}
     for name in files:
         if not (folder / name).is_file():
@@ -93,6 +98,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: expected a JSON object, found {str(found)[:80]}")
     return found
 
 

@@ -371,6 +371,53 @@ def test_a_source_that_is_not_whole_is_named(tmp_path: Path) -> None:
     refused(r"its tokenizer has 400 ids, its embedding 399 rows: not of one model", small)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[1]", r"config\.json: expected a JSON object, found \[1\]"),
+        ("tokenizer_config.json", "[1]", r"tokenizer_config\.json: expected a JSON object, found \[1\]"),
+        ("model.safetensors.index.json", "{}", r"index\.json: has no weight_map"),
+        ("model.safetensors.index.json", "[]", r"index\.json: expected a JSON object, found \[\]"),
+        ("tokenizer.json", None, r"model: has no tokenizer\.json; add that of the model it was made of"),
+    ],
+)
+def test_files_that_hold_something_else_are_named(name: str, content: str | None, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_model(folder, *CASES["qwen2"])
+    (folder / name).unlink(missing_ok=True)
+    if content is not None:
+        (folder / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        import_model(ImportArgs(source=str(folder), to=str(tmp_path / "run")))
+
+
+def test_another_kind_of_tokenizer_file_is_told_how_to_convert(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", *CASES["qwen2"])
+    (tmp_path / "model/tokenizer.json").rename(tmp_path / "model/tokenizer.model")
+    with pytest.raises(
+        UserError, match=r"no tokenizer\.json; make it of tokenizer\.model: transformers\.AutoTokenizer"
+    ):
+        import_model(ImportArgs(source=str(tmp_path / "model"), to=str(tmp_path / "run")))
+
+
+@torch.inference_mode()
+def test_sharded_bf16_files_of_a_base_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files without an output matrix, though the config says that it is another than the embedding."""
+    whole = save_model(tmp_path / "whole", *CASES["qwen2"]).to(torch.bfloat16)
+    whole.model.save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "whole" / name, tmp_path / "base")
+    import_model(ImportArgs(source=str(tmp_path / "base"), to=str(tmp_path / "run"), seq_len=32))
+    assert "has no output matrix (it is a base model)" in capsys.readouterr().out
+    model = bert_of(tmp_path / "run")
+    assert model.args.tied
+    ids = torch.randint(0, WORDS, (3, 13), generator=torch.Generator().manual_seed(0))
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    expected = theirs(input_ids=ids).last_hidden_state
+    torch.testing.assert_close(model.encoder(ids, mask=CAUSAL), expected, rtol=0, atol=1e-4)
+
+
 def test_shapes_are_spelt_out() -> None:
     args = resolved(TransformerArgs(dim=64, n_heads=4))
     assert (args.n_kv_heads, args.head_dim, args.ffn_dim) == (4, 16, 256)
