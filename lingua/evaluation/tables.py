@@ -26,7 +26,8 @@ def read_rows(path: str) -> Iterator[Row]:
     column names, quotes are characters like any other. ``.parquet``: rows are counted instead of lines. ``.conll``,
     ``.iob``, ``.iob2``, ``.bio`` or ``.txt``: a word a line with its tags in columns, an empty line after a sentence; a
     row is a sentence with ``words`` (the first column), ``tags`` (the last) and ``column_1`` ... (all but the first).
-    UTF-8; ``.gz`` or ``.zst`` behind any but parquet. On a disk or anywhere fsspec reaches.
+    UTF-8, without empty rows for empty lines; ``.gz`` or ``.zst`` behind any but parquet. On a disk or anywhere fsspec
+    reaches.
 
     Raises:
         UserError: no such file, unknown ending, or a line that cannot be read.
@@ -71,6 +72,8 @@ def _lines(path: str) -> Iterator[str]:
 
 def _jsonl_rows(path: str) -> Iterator[Row]:
     for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -121,6 +124,8 @@ def _named(path: str, lines: Iterator[tuple[int, list[str]]]) -> Iterator[Row]:
     """Rows of lines of fields, of which the first names the columns."""
     columns: list[str] | None = None
     for number, values in lines:
+        if values in ([], [""]):  # an empty line
+            continue
         if columns is None:
             columns = values
             if len(set(columns)) < len(columns):

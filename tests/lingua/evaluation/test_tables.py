@@ -20,6 +20,19 @@ def test_quotes_and_line_breaks(tmp_path: Path) -> None:
     assert [row["text"] for _, row in read_rows(str(tmp_path / "a.tsv"))] == ['he said "yes', 'no" ok']
 
 
+def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
+    contents = {
+        "a.csv": "text,label\r\na,1\r\n\r\nb,2\r\n\r\n",
+        "a.tsv": "text\tlabel\na\t1\n\nb\t2\n\n",
+        "a.jsonl": '\n{"text": "a", "label": "1"}\n\n{"text": "b", "label": "2"}\n \n',
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content.encode())
+        rows = list(read_rows(str(tmp_path / name)))
+        assert [row for _, row in rows] == [{"text": "a", "label": "1"}, {"text": "b", "label": "2"}]
+        assert [number for number, _ in rows] == [2, 4]  # those of the file
+
+
 def test_tabs_separate_and_nothing_else_does(tmp_path: Path) -> None:
     path = tmp_path / "a.tsv"
     path.write_bytes('\ufeffa "b\tc\r\n\u2028x\ry\t"\n\t'.encode())
