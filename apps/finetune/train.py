@@ -6,6 +6,7 @@ the same result; a finished one is left as it is. Grids: :mod:`apps.finetune.gri
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import platform
@@ -26,6 +27,7 @@ from lingua.distributed import find_ranks, pick_dtype
 from lingua.embedder import build_pooler, hf_shape, predictor_weights
 from lingua.errors import UserError
 from lingua.evaluation.results import writable_folder, write_whole
+from lingua.evaluation.tables import file_digest
 from lingua.features import TextEncoder, load_encoder
 from lingua.frozen import FrozenEncoder, usable_device
 from lingua.hashing import permutation
@@ -57,6 +59,8 @@ def finetune(args: FinetuneArgs) -> dict[str, Any]:
             "fine-tuning is one process: share out the points of a grid instead (sweep.file of lingua.stool)"
         )
     out = writable_folder(args.dump_dir)
+    if args.ckpt is not None:  # by name, since a run that goes on has another newest one at the next point of a grid
+        args = dataclasses.replace(args, ckpt=str(resolve(args.ckpt)))
     done = finished(out, args)
     if done is not None:
         print(f"{out}: finished already")
@@ -96,16 +100,25 @@ def finetune(args: FinetuneArgs) -> dict[str, Any]:
 
 
 def finished(out: Path, args: FinetuneArgs) -> dict[str, Any] | None:
-    """The result of a finished run. Raises UserError if the folder is a run of another config."""
+    """The result of a finished run. Raises UserError if the folder is a run of another config or of other data."""
     if not (out / CONFIG).is_file():
         return None
     before, now = read_yaml(out / CONFIG), to_dict(args)
     differs = sorted(key for key in before.keys() | now.keys() if key not in FREE and before.get(key) != now.get(key))
     if differs:
+        checkpoints = f"; ckpt={before['ckpt']} there, {args.ckpt} now" if "ckpt" in differs else ""
         raise UserError(
-            f"{out} is there already with another config ({', '.join(differs)}): give a new dump_dir, or remove it"
+            f"{out} is there already with another config ({', '.join(differs)}{checkpoints}): give a new dump_dir, or "
+            "remove it"
         )
-    return json.loads((out / RESULT).read_text()) if (out / RESULT).is_file() else None
+    if not (out / RESULT).is_file():
+        return None
+    result = json.loads((out / RESULT).read_text())
+    for facts in result["data"].values():
+        for path, digest in facts.get("files", {}).items():
+            if Path(path).is_file() and file_digest(path) != digest:
+                raise UserError(f"{out} is finished, and {path} has changed since: give a new dump_dir, or remove it")
+    return result
 
 
 def load(args: FinetuneArgs) -> FrozenEncoder:

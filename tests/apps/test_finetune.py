@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -570,6 +571,26 @@ def test_span_scores_need_span_tags(home: Path, tmp_path: Path) -> None:
     path.write_text("a X\nb Y\n\nc X\n\n")
     with pytest.raises(UserError, match="metric=span_f1: expected tags B-X, I-X and O, found X, Y"):
         finetune(args_of(home, tmp_path / "o", "ner", task__train=path, task__test=path, task__metric="span_f1"))
+
+
+def test_a_newer_checkpoint_and_changed_files_are_noticed(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "run", tmp_path / "run")
+    data = tmp_path / "train.jsonl"
+    data.write_bytes((home / "train_animal.jsonl").read_bytes())
+    shared = {"ckpt": tmp_path / "run", "task__train": data, "epochs": 1}
+    result = finetune(args_of(home, tmp_path / "out", **shared))
+    (only,) = (tmp_path / "run/checkpoints").iterdir()
+    assert result["config"]["ckpt"] == str(only)
+    assert finetune(args_of(home, tmp_path / "out", **shared)) == json.loads(json.dumps(result))
+    later = only.with_name(f"{int(only.name) + 1:010d}")
+    shutil.copytree(only, later)
+    with pytest.raises(UserError, match=rf"another config \(ckpt; ckpt={only} there, {later} now\)"):
+        finetune(args_of(home, tmp_path / "out", **shared))
+    pinned = {**shared, "ckpt": only}
+    assert finetune(args_of(home, tmp_path / "out", **pinned))["step"] == result["step"]
+    data.write_bytes(data.read_bytes() + b"\n")
+    with pytest.raises(UserError, match=r"out is finished, and .*train\.jsonl has changed since"):
+        finetune(args_of(home, tmp_path / "out", **pinned))
 
 
 def test_a_folder_of_another_config_is_left_alone(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
