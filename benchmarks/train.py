@@ -28,7 +28,7 @@ from lingua.distributed import DTYPES, pick_device, pick_dtype
 from lingua.errors import UserError
 
 SIZES = {
-    "28x768": Size(768, 28, 12, predictor_layers=6, rows=2),
+    "28x768": Size(768, 28, 12, predictor_layers=6, rows=4),
     "6x256": Size(256, 6, 4, predictor_layers=2, rows=16),
 }
 TOY_SIZES = {
@@ -79,7 +79,7 @@ Maker = Callable[[], Contestant]
 
 
 def in_turns(first: Contestant, second: Contestant, rounds: int, device: torch.device) -> list[tuple[float, float]]:
-    """Seconds of a step of each, round by round, after one of each that is not counted."""
+    """Seconds of a step of each, round by round, after three of each, until when memory is still being taken."""
 
     def seconds(contestant: Contestant) -> float:
         if device.type == "cuda":
@@ -90,7 +90,8 @@ def in_turns(first: Contestant, second: Contestant, rounds: int, device: torch.d
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    first.step(), second.step()
+    for _ in range(3):
+        first.step(), second.step()
     return [(seconds(first), seconds(second)) for _ in range(rounds)]
 
 

@@ -103,7 +103,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_weight = ctx.saved_tensors
-        is_one = grad_loss.device.type == "cpu" and grad_loss == 1  # nearly always; a GPU would have to be waited for
+        is_one = grad_loss.device.type == "cpu" and bool(grad_loss == 1)  # nearly always; a GPU would be waited for
         if grad_x is not None:
             grad_x = (grad_x if is_one else grad_x * grad_loss.to(grad_x.dtype)).to(ctx.dtypes[0])
         if grad_weight is not None:

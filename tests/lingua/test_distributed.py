@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from lingua.errors import UserError
 from lingua.masking import split_positions
 from lingua.predictor import PredictorArgs
 from tests.ranks import free_port, run_ranks
+from tests.support import run_command
 
 BOUNDS = {"fp64": 1e-9, "bf16": 2e-2}  # bf16: gathered norm weights are rounded, and sums come in another order
 
@@ -243,3 +246,45 @@ def test_the_precision_is_what_was_asked_for() -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     with precision(torch.float32, cpu):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's allocator")
+def test_freed_memory_is_used_again_without_new_pages() -> None:
+    code = """
+import resource, torch
+from lingua.distributed import pick_device
+def fewest_faults():
+    counts = []
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(16 * 2**20)  # 64 MB: 16,384 pages of 4 KB
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(counts)
+print(fewest_faults(), pick_device(), fewest_faults())
+"""
+    done = run_command([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+    plain, _, kept = done.stdout.split()
+    if int(plain) < 16384:
+        pytest.skip("huge pages, or an allocator of its own: there is nothing to keep")
+    assert int(kept) < 100
+
+
+def test_a_way_to_compile_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="=reduce-overhead: expected one of default, max-autotune-no-cudagraphs"):
+        DistributedArgs(compile_mode="reduce-overhead")
+
+
+def test_the_way_to_compile_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    def compiler(forward: Any, **options: Any) -> Any:
+        modes.append(options["mode"])
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    args = DistributedArgs(compile_mode="max-autotune-no-cudagraphs")
+    with torch.device("meta"):
+        model = tiny()
+    parallelize(model, World(torch.device("cpu")), args, torch.float32, True)
+    assert modes == ["max-autotune-no-cudagraphs"] * 3  # two blocks and the predictor's
