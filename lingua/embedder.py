@@ -182,7 +182,12 @@ class SentenceTransformerEmbedder:
         """As :meth:`TextEmbedder.encode`; ``batch_size`` counts texts."""
         check_prompt(prompt)
         encode = {None: self.model.encode, "query": self.model.encode_query, "passage": self.model.encode_document}
-        found = encode[prompt](list(texts), batch_size=batch_size, show_progress_bar=False, convert_to_tensor=True)
+        named = {}
+        if prompt == "passage" and not self.model.prompts.get("document") and self.model.prompts.get("passage"):
+            named = {"prompt_name": "passage"}  # the library's own empty one called document would hide it
+        found = encode[prompt](
+            list(texts), batch_size=batch_size, show_progress_bar=False, convert_to_tensor=True, **named
+        )
         found_ND = found.float().cpu().numpy() if len(texts) else np.empty((0, self.dim), dtype=np.float32)
         return shorten(found_ND, dim, normalize)
 

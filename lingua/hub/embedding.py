@@ -116,6 +116,7 @@ def _write_encoder(to: Path, model: TextEmbedder, where: str) -> None:
 def _write_modules(to: Path, model: TextEmbedder, module: tuple[dict[str, Any], dict[str, Tensor]] | None) -> None:
     normalize = ("2_Normalize", STOCK + "Normalize", None)
     prompts = {role: model.prompts.get(role, "") for role in _lengths(model)}
+    prompts["document"] = prompts["passage"]  # the name that encode_document looks for, and has an empty one of
     longest = max(_lengths(model).values())
     if module is None:
         pooling = ("1_Pooling", STOCK + "Pooling", pooling_config(model.dim, model.model.pooler.args.kind))

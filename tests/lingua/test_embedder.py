@@ -49,6 +49,16 @@ def test_hugging_face_and_sentence_transformers_give_the_same_vectors(hf: Path) 
     assert theirs.weights_digest() == load_embedder(f"st:{hf}", device="cpu").weights_digest()
 
 
+def test_a_passage_prompt_of_sentence_transformers_is_used_under_either_name(hf: Path, tmp_path: Path) -> None:
+    library = load_embedder(f"st:{hf}", device="cpu").model
+    expected = library.encode(["It was : " + text for text in TEXTS], normalize_embeddings=True)
+    for name in ("passage", "document"):
+        library.prompts = {"query": "She said : ", name: "It was : "}
+        library.save(str(tmp_path / name))
+        found = load_embedder(f"st:{tmp_path / name}", device="cpu").encode(TEXTS, prompt="passage")
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_a_prompt_that_leaves_no_room_for_text_is_refused(run: Path) -> None:
     encoder = load_encoder(run, device="cpu")
     prompt = SENTENCES[0]

@@ -28,7 +28,7 @@ from tests.tiny_run import SENTENCES, train_sentencepiece
 
 # Of the pieces of "1999" two orders are equally likely, and the libraries take different ones (docs/hub.md).
 TEXTS = [sentence.replace("1999", "1987") for sentence in SENTENCES]
-PROMPTS = {"query": "She said : ", "passage": ""}
+PROMPTS = {"query": "She said : ", "passage": "A dog and "}
 READER = """
 import json, sys
 import numpy as np
@@ -138,11 +138,13 @@ def test_a_process_without_this_project_has_the_same_vectors(runs: Path, tmp_pat
         model = load_embedder(runs / "runs" / name, device="cpu")
         ours = {role: model.encode(texts, prompt=role) for role in PROMPTS}
         assert 0 < model.truncated < 2 * len(texts)
+        plain = model.encode(texts)
         for batch_size in (32, 1):
             for role in PROMPTS:
                 found = theirs[f"{name} {role} {batch_size}"]
                 np.testing.assert_allclose(found, ours[role], atol=1e-5, rtol=0, err_msg=f"{name} {role}")
-        np.testing.assert_allclose(theirs[f"{name} plain"], ours["passage"], atol=1e-5, rtol=0)
+        np.testing.assert_allclose(theirs[f"{name} plain"], plain, atol=1e-5, rtol=0)
+        assert np.abs(ours["passage"] - plain).max() > 0.01
         assert np.abs(ours["query"] - ours["passage"]).max() > 0.01
         assert np.abs(ours["query"][0] - ours["query"][1]).max() > 0.01
 
@@ -155,7 +157,7 @@ def test_stock_modules_only_unless_the_pooler_learns_and_then_why(
         assert all(kind.startswith("sentence_transformers.models.") for kind in kinds) == ("attention" not in name)
         card = (runs / "out" / name / "README.md").read_text()
         assert ("trust_remote_code=True" in card) == ("attention" in name)
-        assert "before a query: `She said : `" in card
+        assert all(f"- before a {role}: `{text}`\n" in card for role, text in PROMPTS.items())
     export(ExportArgs(ckpt=str(runs / "runs/attention"), to=str(tmp_path / "again")))
     said = capsys.readouterr().out
     assert "trust_remote_code=True is needed because" in said
