@@ -22,7 +22,8 @@ from lingua.args import cli
 from lingua.errors import UserError
 from lingua.evaluation.results import COLORS, RESULTS, score_of, writable_folder, write_whole
 from lingua.run_folder import read_results
-from lingua.run_table import read_table
+from lingua.run_table import number as number_of
+from lingua.run_table import read_table, why_not
 from lingua.scaling import BATCH_LAWS, LR_LAWS, PowerLaw
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ class FiguresArgs:
     runs: dict[str, str] = field(default_factory=dict)  # run folders with evaluations, by label: figures 3, 4, 6
     score: str = "honest"  # of probes: honest or paper
     probe: str = "ridge"
-    column: str | None = None  # of the table, for figure 1, such as score/pos/ridge/honest; none: the first score
-    loss: str | None = None  # columns of the table for figure 5 end with what follows its @; none: 0.5
+    # Column of the table for figure 1, such as score/pos/ridge/honest; none: that of fits, or the first score.
+    column: str | None = None
+    loss: str | None = None  # columns of the table for figure 5 end with what follows its @; none: that of fits, or 0.5
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.figures) - set(TITLES))
@@ -69,15 +71,26 @@ class Data:
     def __init__(self, args: FiguresArgs) -> None:
         self.args = args
         rows = read_table(args.table) if args.table is not None else []
-        self.rows = [row for row in rows if row["state"] == "done" and row.get("budget")]
-        self.left_out = [f"{row['run']}: {row['state']}" for row in rows if row not in self.rows]
+        reasons = [why_not(row, "budget", "lr", "batch_tokens") for row in rows]
+        self.rows = [row for row, why in zip(rows, reasons, strict=True) if why is None]
+        self.left_out = [f"{row['run']}: {why}" for row, why in zip(rows, reasons, strict=True) if why is not None]
+        for name in filter(None, (args.column, args.loss)):
+            if rows and name not in rows[0]:
+                raise UserError(f"{args.table}: no column {name}; it has {', '.join(rows[0])}")
         self.fits: dict[str, Any] = {}
+        self.fitted: dict[str, str | None] = {"loss": None, "score": None}  # columns that the laws are of
         if args.fits is not None:
             try:
-                self.fits = json.loads(Path(args.fits).read_text())["families"]
+                found = json.loads(Path(args.fits).read_text())
+                self.fits, self.fitted = found["families"], {name: found.get(name) for name in self.fitted}
             except (OSError, ValueError, KeyError, TypeError):
                 raise UserError(f"fits={args.fits}: not there, or not written by python -m apps.scaling.fit") from None
         self.results = {name: evaluations(Path(folder)) for name, folder in args.runs.items()}
+        self.left_out += [f"{name}: no evaluation in {args.runs[name]}" for name, r in self.results.items() if not r]
+        tasks = [task for results in self.newest().values() for task in results["tasks"].values()]
+        probes = {probe: None for task in tasks for layer in task["layers"].values() for probe in layer}
+        if probes and args.probe not in probes:
+            raise UserError(f"probe={args.probe}: none of the runs has it; they have {', '.join(probes)}")
 
     def newest(self) -> dict[str, dict[str, Any]]:
         """The newest evaluation of each run."""
@@ -96,8 +109,8 @@ class Data:
         """(budget, lowest value of a column among runs of this budget); highest with ``sign=-1``."""
         budgets: dict[str, tuple[float, float]] = {}
         for row in self.rows:
-            value = row.get(column)
-            if row.get("family") != family or not isinstance(value, (int, float)) or not math.isfinite(value):
+            value = number_of(row, column)
+            if row["family"] != family or value is None:
                 continue
             key = f"{math.log(row['budget']):.1f}"
             if key not in budgets or sign * value < sign * budgets[key][1]:
@@ -134,12 +147,13 @@ def figures(args: FiguresArgs) -> None:
 def scores_by_compute(data: Data, stem: Path) -> str:
     """Figure 1."""
     scores = sorted({name for row in data.rows for name in row if name.startswith("score/")})
-    column = data.args.column or next((name for name in scores if name.endswith(data.args.score)), None)
+    column = data.args.column or data.fitted["score"]
+    column = column or next((name for name in scores if name.endswith(data.args.score)), None)
     figure, (ours, theirs) = panels(2)
     _families(ours, data, column, -1)
     if column is not None:
         for family, color in FAMILY_COLORS.items():
-            law = data.law(family, "100 - score")
+            law = data.law(family, "100 - score") if column == data.fitted["score"] else None
             points = data.best(family, column, -1)
             if law is not None and points:
                 x = _between(points)
@@ -236,13 +250,13 @@ def _samples(data: Data, results: dict[str, Any], task: str) -> list[tuple[float
 
 def losses(data: Data, stem: Path) -> str:
     """Figure 5."""
-    ratio = "0.5" if data.args.loss is None else data.args.loss.rpartition("@")[2]
+    ratio = (data.args.loss or data.fitted["loss"] or "@0.5").rpartition("@")[2]
     columns = sorted({c for row in data.rows for c in row if c.startswith("valid/") and c.endswith(f"/loss@{ratio}")})
     figure, axes = panels(max(1, len(columns)))
     for column, axis in zip(columns or [None], axes, strict=True):
         _families(axis, data, column, 1)
         for family, color in FAMILY_COLORS.items():
-            law = data.law(family, "loss") if column == (data.args.loss or column) else None
+            law = data.law(family, "loss") if column == data.fitted["loss"] else None
             points = data.best(family, column, 1) if column else []
             if law is not None and points:
                 x = _between(points)
@@ -298,7 +312,7 @@ def _swept(axis: Axes, data: Data, column: str) -> None:
     """All our runs' values of a hyper-parameter, those that entered the law, and the law."""
     drawn = False
     for family, color in FAMILY_COLORS.items():
-        every = [(row["budget"], row[column]) for row in data.rows if row.get("family") == family]
+        every = [(row["budget"], row[column]) for row in data.rows if row["family"] == family]
         if every:
             axis.plot(*zip(*every, strict=True), "o", color=color, alpha=0.25, markersize=4)
             drawn = True
@@ -323,7 +337,9 @@ def _families(axis: Axes, data: Data, column: str | None, sign: int) -> None:
     drawn = False
     for family, color in FAMILY_COLORS.items() if column else ():
         points = data.best(family, column, sign)  # type: ignore[arg-type]
-        every = [(r["budget"], r[column]) for r in data.rows if r.get("family") == family and r.get(column) is not None]
+        every = [
+            (r["budget"], y) for r in data.rows if r["family"] == family and (y := number_of(r, column)) is not None
+        ]  # type: ignore[arg-type]
         if points:
             axis.plot(*zip(*every, strict=True), "o", color=color, alpha=0.25, markersize=4)
             axis.plot(*zip(*points, strict=True), "o-", color=color, linewidth=1, label=FAMILY_NAMES[family])

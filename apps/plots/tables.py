@@ -24,9 +24,10 @@ from lingua.args import cli
 from lingua.errors import UserError
 from lingua.evaluation.results import RESULTS, UNTRAINED, markdown_table, writable_folder, write_whole
 from lingua.run_folder import read_results
-from lingua.run_table import read_table
+from lingua.run_table import read_table, why_not
 
 NONE = "-"
+NEEDED = ("params_per_token", "budget", "dim", "n_layers", "n_heads", "steps", "batch_tokens", "lr")  # of a suite's row
 TITLES = {
     1: "GLUE, linear probe, by layer: means of eight tasks",
     2: "CrossBERT by mask ratio, without complementary masks: means of GLUE's eight tasks",
@@ -93,6 +94,10 @@ def tables(args: TablesArgs) -> str:
     for number in args.tables:
         text.append(f"## Table {number}: {TITLES[number]}\n")
         text.append(suite_table(number, args.table) if number >= 10 else results_tables(number, ours))
+    if args.table is not None and {10, 11} & set(args.tables):
+        left_out = [f"- {row['run']}: {why}\n" for row in read_table(args.table) if (why := why_not(row, *NEEDED))]
+        if left_out:
+            text.append("Runs that are not in Tables 10 and 11:\n\n" + "".join(left_out))
     text.append("## Where the paper's numbers contradict each other\n")
     text.append("".join(f"- {place}: {what}.\n" for place, what in paper.ERRATA.items()))
     whole = "\n".join(text)
@@ -143,7 +148,7 @@ def runs_of(family: str, table: str | None) -> list[dict[str, str]]:
     wide = {"bert": "", "crossbert": "enc_"}[family]
     found = []
     for row in read_table(table):
-        if row["state"] != "done" or row.get("family") != family:
+        if why_not(row, *NEEDED) or row["family"] != family:
             continue
         own = {
             "run": Path(row["run"]).name,

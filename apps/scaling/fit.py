@@ -16,7 +16,7 @@ from lingua import paper
 from lingua.args import cli
 from lingua.errors import UserError
 from lingua.evaluation.results import markdown_table, writable_folder, write_whole
-from lingua.run_table import read_table
+from lingua.run_table import number, read_table, why_not
 from lingua.scaling import fit_power_law, parabola
 
 Row = dict[str, Any]
@@ -60,7 +60,7 @@ def fit(args: FitArgs) -> dict[str, Any]:
         loss = args.loss or the_loss(rows)
         for name in filter(None, (loss, args.score)):
             if not any(name in row for row in rows):
-                raise UserError(f"{args.table}: no column {name}; it has {', '.join(rows[0])}")
+                raise UserError(f"{args.table}: no column {name}; it has {', '.join(rows[0])}; {done_of(rows)}")
         used, left_out = choose(rows, loss, args.margin)
         families = sorted({row["family"] for row in used})
         found = {
@@ -71,6 +71,8 @@ def fit(args: FitArgs) -> dict[str, Any]:
                 family: family_laws([r for r in used if r["family"] == family], loss, args) for family in families
             },
             "left_out": left_out,
+            "unscored": [row["run"] for row in used if args.score and number(row, args.score) is None],
+            "unchecked": [row["run"] for row in used if unigram_of(row, loss) is None],
         }
     text = report(found)
     write_whole(out / "fits.md", text.encode())
@@ -84,29 +86,35 @@ def the_loss(rows: list[Row]) -> str:
     columns = [name for name in rows[0] if name.startswith("valid/") and name.endswith("/loss@0.5")]
     if len(columns) != 1:
         known = ", ".join(name for name in rows[0] if name.startswith("valid/")) or "none"
-        raise UserError(f"give loss=COLUMN; the table's validation losses: {known}")
+        raise UserError(f"give loss=COLUMN; the table's validation losses: {known}; {done_of(rows)}")
     return columns[0]
+
+
+def done_of(rows: list[Row]) -> str:
+    """How many runs are done: why a table may lack what it should have."""
+    return f"{sum(row['state'] == 'done' for row in rows)} of its {len(rows)} runs are done"
 
 
 def choose(rows: list[Row], loss: str, margin: float) -> tuple[list[Row], list[dict[str, str]]]:
     """Rows that enter laws, and the others with the reason of each."""
     used, left_out = [], []
-    unigram = f"unigram/{loss.split('/')[1]}" if loss.startswith("valid/") else None
     for row in rows:
-        least = row.get(unigram) if unigram else None
-        if row["state"] != "done":
-            why = row["state"]
-        elif row.get("family") is None:
-            why = row.get("note") or "no config"
-        elif not _finite(row.get(loss)):
+        least, own = unigram_of(row, loss), number(row, loss)
+        why = why_not(row, "budget", "ratio", "lr", "batch_tokens", "dim", "n_layers")
+        if why is None and own is None:
             why = f"no finite {loss}"
-        elif least is not None and row[loss] > least - margin:
-            why = f"{loss} of {row[loss]:.3f} is not {margin:g} nat below a unigram model's {least:.3f}"
-        else:
+        elif why is None and least is not None and own > least - margin:
+            why = f"{loss} of {own:.3f} is not {margin:g} nat below a unigram model's {least:.3f}"
+        if why is None:
             used.append(row)
-            continue
-        left_out.append({"run": row["run"], "why": why})
+        else:
+            left_out.append({"run": row["run"], "why": why})
     return used, left_out
+
+
+def unigram_of(row: Row, loss: str) -> float | None:
+    """The loss of a model without context on the validation set of a column, if the table has it."""
+    return number(row, f"unigram/{loss.split('/')[1]}") if loss.startswith("valid/") else None
 
 
 def budgets_of(rows: list[Row]) -> dict[float, list[Row]]:
@@ -138,7 +146,7 @@ def family_laws(rows: list[Row], loss: str, args: FitArgs) -> dict[str, Any]:
     else:
         laws["loss"] = law_of(losses)
     if args.score is not None:
-        known = {b: [row[args.score] for row in group if _finite(row.get(args.score))] for b, group in budgets.items()}
+        known = {b: [s for row in group if (s := number(row, args.score)) is not None] for b, group in budgets.items()}
         laws["100 - score"] = law_of({budget: 100 - max(scores) for budget, scores in known.items() if scores})
     return {"runs": len(rows), "laws": laws, "isoflop": isoflop(budgets, loss)}
 
@@ -224,6 +232,15 @@ def report(found: dict[str, Any]) -> str:
     text += [isoflop_table(family, known["isoflop"]) for family, known in found["families"].items()]
     if found["left_out"]:
         text.append("Left out:\n\n" + "".join(f"- {run['run']}: {run['why']}\n" for run in found["left_out"]))
+    if unscored := found.get("unscored"):
+        text.append(
+            f"Without `{found['score']}`, so not in a law of it:\n\n" + "".join(f"- {run}\n" for run in unscored)
+        )
+    if unchecked := found.get("unchecked"):
+        text.append(
+            f"Of {len(unchecked)} of the runs that entered it is not known whether they ever left a unigram model's "
+            "loss: their rows have none (`unigram=true` of python -m apps.scaling.collect, with their shards there).\n"
+        )
     if not found["families"]:
         text.append("No run is left that could enter a law.\n")
     return "\n".join(filter(None, text))
@@ -242,10 +259,6 @@ def isoflop_table(family: str, known: dict[str, Any]) -> str:
     return f"{family}: loss by D/F at the same FLOPs. Best ratio over budgets: {overall}.\n\n" + markdown_table(
         ["C", "D/F: loss", "best D/F"], rows
     )
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _mean(values: list[float]) -> float:

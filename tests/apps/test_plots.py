@@ -187,6 +187,49 @@ def test_the_best_run_of_each_budget(tmp_path: Path) -> None:
     assert highest == pytest.approx([100 - 10 * y for y in lowest])
 
 
+def test_runs_that_cannot_stand_under_a_suite_are_named(tmp_path: Path) -> None:
+    text = tables(TablesArgs(out=str(tmp_path), tables=[10], table=table_of_runs(tmp_path / "t.csv")))
+    assert cells(text, 10)["", "ours bert-1e+12-0.5", "lr"] == "0.0005"
+    assert "- gone: missing\n" in text
+
+
+def test_a_law_is_drawn_over_its_own_column_only(tmp_path: Path) -> None:
+    """Not over another set's losses, another hidden ratio's, or another score."""
+    table = table_of_runs(tmp_path / "t.csv")
+    loss = {"law": {"constant": 7.0, "exponent": -0.123}}
+    score = {"law": {"constant": 99.0, "exponent": -0.01}}
+    dashes = []
+    for columns in ({"loss": "valid/a/loss@0.5", "score": "score/pos/ridge/honest"}, {"loss": "valid/b/loss@0.5"}):
+        families = {"bert": {"laws": {"loss": loss, "100 - score": score}}}
+        (tmp_path / "fits.json").write_text(json.dumps({"families": families, **columns}))
+        args = FiguresArgs(str(tmp_path / "out"), [1, 5], table, str(tmp_path / "fits.json"), loss="valid/a/loss@0.5")
+        figures(args)
+        svg = [(tmp_path / f"out/figure{number}.svg").read_text() for number in (1, 5)]
+        dashes.append([text.count("stroke-dasharray") for text in svg])
+        assert ("7 C^-0.123" in svg[1]) == ("score" in columns)
+    assert [with_law - without for with_law, without in zip(*dashes, strict=True)] == [1, 2]  # 5: and its legend
+
+
+def test_what_figures_refuse_or_leave_out(tmp_path: Path) -> None:
+    table = Path(table_of_runs(tmp_path / "t.csv"))
+    with pytest.raises(UserError, match=r"no column valid/a/loss@0.15; it has .*valid/a/loss@0.5"):
+        Data(FiguresArgs(out="x", table=str(table), loss="valid/a/loss@0.15"))
+    lines = table.read_text().splitlines()
+    cells = lines[1].split(",")
+    cells[lines[0].split(",").index("budget")] = "much"
+    table.write_text("\n".join([lines[0], ",".join(cells), *lines[2:]]))
+    run = write_run(tmp_path / "bert", 300, 300)
+    data = Data(FiguresArgs(out="x", table=str(table), runs={"BERT": str(run)}))
+    assert data.left_out == [
+        "bert-1e+12-0.5: expected numbers above 0, found budget=much",
+        "gone: missing",
+        f"BERT: no evaluation in {run}",
+    ]
+    glue_results(run, 300, {"pos": 0.7})
+    with pytest.raises(UserError, match="probe=rigde: none of the runs has it; they have ridge"):
+        Data(FiguresArgs(out="x", runs={"BERT": str(run)}, probe="rigde"))
+
+
 def test_what_is_drawn_of_the_paper() -> None:
     assert [y for _, y in papers_scores("bert")] == [67.4, 64.6]
     assert [y for _, y in papers_scores("crossbert")] == [73.8, 81.0]

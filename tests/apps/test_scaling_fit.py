@@ -203,6 +203,26 @@ def test_runs_that_stayed_at_unigram_or_are_not_finite_are_named(tmp_path: Path)
     assert found["families"]["bert"]["runs"] == 36
 
 
+def test_what_a_row_does_not_say_is_told(tmp_path: Path) -> None:
+    """No budget: no law. No score: not in its law. No unigram loss: nobody knows whether it ever got going."""
+    rows = [r | {"score/pos": 50.0} for r in made_up()]
+    changes: list[dict[str, Any]] = [
+        {"budget": None}, {"lr": 0.0}, {"dim": "wide"}, {"score/pos": None}, {"unigram/a": None},
+    ]  # fmt: skip
+    rows = [
+        r | changed | {"run": f"odd {i}"} for i, (r, changed) in enumerate(zip(rows, changes, strict=False))
+    ] + rows[5:]
+    found = fitted(rows, tmp_path, score="score/pos")
+    text = (tmp_path / "laws/fits.md").read_text()
+    assert [(left["run"], left["why"].split("found ")[1]) for left in found["left_out"]] == [
+        ("odd 0", "budget=None"), ("odd 1", "lr=0.0"), ("odd 2", "dim=wide"),
+    ]  # fmt: skip
+    assert found["families"]["bert"]["runs"] == len(rows) - 3
+    assert (found["unscored"], found["unchecked"]) == (["odd 3"], ["odd 4"])
+    assert "so not in a law of it:\n\n- odd 3\n" in text
+    assert "Of 1 of the runs that entered it is not known" in text
+
+
 def test_losses_that_hardly_differ_are_no_law(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     found = fitted(made_up(), tmp_path, min_span=2.0)
     assert "losses span 1.2" in found["families"]["bert"]["laws"]["loss"]["none"]
