@@ -267,7 +267,13 @@ def _resolve(path: Path) -> Path:
     root = path if list_checkpoints(path) else checkpoints_folder(path)
     found = complete_checkpoints(root)
     if not found:
-        raise UserError(f"{path}: holds no complete checkpoint (expected {root}/0000001000/{COMPLETE})")
+        told = f"expected {root}/0000001000/{COMPLETE}"
+        if (path / "config.json").is_file():
+            told = (
+                f"it looks like a model of transformers: python -m lingua.hub import source={path} makes a run of it; "
+                f"evaluation and fine-tuning also take model=hf:{path}"
+            )
+        raise UserError(f"{path}: holds no complete checkpoint ({told})")
     return found[-1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,8 @@ def load_hf_encoder(
     Raises:
         UserError: no such model, no connection, weights that are not those of an encoder, or too long a sequence.
     """
+    if (Path(name) / "config.yaml").is_file() and not (Path(name) / "config.json").is_file():
+        raise UserError(f"hf:{name}: is a run of this library, not a model of transformers: give ckpt={name}")
     try:
         import transformers
     except ImportError as error:

@@ -89,8 +89,24 @@ def load_data(args: FinetuneArgs, encoder: FrozenEncoder) -> Data:
     data.facts = {
         part: {"files": split.files, "rows": len(split.labels), "truncated": data.parts[part].sequences.truncated}
         for part, split in splits.items()
-    } | {"lines_left_out": task.left_out}
+    } | {"lines_left_out": task.left_out, "labels_never_trained": never_trained(splits)}
+    for part, labels in data.facts["labels_never_trained"].items():
+        told = ", ".join(f"{label!r} ({count})" for label, count in list(labels.items())[:5])
+        more = f" and {len(labels) - 5} others" if len(labels) > 5 else ""
+        print(f"{part} rows have labels that no training row has, which count as wrong: {told}{more}", flush=True)
     return data
+
+
+def never_trained(splits: dict[str, Split]) -> dict[str, dict[str, int]]:
+    """By part, the classes that no training row has, and how many of its rows do; only parts that have some."""
+    known = set(splits["train"].labels)
+    if any(isinstance(label, float) for label in known):
+        return {}
+    found = {
+        part: dict(Counter(label for label in split.labels if label not in known).most_common())
+        for part, split in splits.items()
+    }
+    return {part: labels for part, labels in found.items() if labels}
 
 
 def take(split: Split, chosen: np.ndarray) -> Split:
@@ -175,8 +191,10 @@ class TokenData(Data):
         self, task: Task, splits: dict[str, Split], own: FinetuneTaskArgs | None, encoder: FrozenEncoder
     ) -> None:
         self.classes, self.splits = task.classes, splits
-        self.outputs, self.has_spans = len(task.classes), is_span_tags(task.classes)
         asked = own.metric if own else None
+        # Without any B-X it is not said that they are spans, unless the task says so; I-X begins one then.
+        self.has_spans = is_span_tags([*task.classes, "B-X"] if asked == SPAN_F1 else task.classes)
+        self.outputs = len(task.classes)
         if asked == SPAN_F1 and not self.has_spans:
             raise UserError(
                 f"tasks.{task.name}.metric={SPAN_F1}: expected tags B-X, I-X and O, found {', '.join(task.classes[:9])}"

@@ -29,7 +29,7 @@ from lingua.errors import UserError
 from lingua.evaluation.results import writable_folder, write_whole
 from lingua.evaluation.tables import file_digest
 from lingua.features import TextEncoder, load_encoder
-from lingua.frozen import FrozenEncoder, usable_device
+from lingua.frozen import FrozenEncoder, usable_device, weights_digest
 from lingua.hashing import permutation
 from lingua.hf_encoder import load_hf_encoder
 from lingua.loss import add_up
@@ -73,13 +73,15 @@ def finetune(args: FinetuneArgs) -> dict[str, Any]:
         model = FinetuneModel(
             encoder, make_pooler(args, data.kind, encoder), data.kind, data.outputs, args.dropout, args.train_layers
         )
-        origin = start_from(model, args.init)
+        weights = weights_digest(encoder.model, torch.float32).hex()
+        origin = start_from(model, args.init, weights)
         history, best, diverged = train(model, data, args)
     result = {
         "task": args.task,
         "kind": data.kind,
         "metrics": list(data.metrics),
         "encoder": args.ckpt or args.model,
+        "encoder_weights": weights,
         "init": origin,
         "lr": args.optim.lr,
         "seed": args.seed,
@@ -149,8 +151,12 @@ def make_pooler(args: FinetuneArgs, kind: str, encoder: FrozenEncoder) -> Pooler
     return pooler
 
 
-def start_from(model: FinetuneModel, init: str | None) -> dict[str, str] | None:
-    """Take over the encoder of another fine-tuning; gives its task and folder."""
+def start_from(model: FinetuneModel, init: str | None, weights_before: str) -> dict[str, str] | None:
+    """Take over the encoder of another fine-tuning; gives its task and folder.
+
+    Args:
+        weights_before: digest of the encoder's weights. The other must have begun with the same.
+    """
     if init is None:
         return None
     from safetensors.torch import load_file
@@ -166,6 +172,10 @@ def start_from(model: FinetuneModel, init: str | None) -> dict[str, str] | None:
     own = model.embedder.encoder.state_dict()
     if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in own.items()}:
         raise UserError(f"init={init}: its encoder ({result['encoder']}) has other weights than the one here")
+    if result.get("encoder_weights", weights_before) != weights_before:
+        raise UserError(
+            f"init={init}: is a fine-tuning of another encoder ({result['encoder']}): give that, or fine-tune this one"
+        )
     model.embedder.encoder.load_state_dict(weights)
     return {"task": result["task"], "folder": init}
 

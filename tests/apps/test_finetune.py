@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from seqeval.metrics import f1_score
 
 from apps.finetune import train as train_module
 from apps.finetune.args import FinetuneArgs
@@ -267,21 +268,26 @@ def test_a_run_starts_from_the_encoder_of_another(home: Path, tmp_path: Path) ->
     args = args_of(home, tmp_path / "all/rte", "rte", init=tmp_path / "mnli", **shared)
     _, model = prepared(args)
     before = model.embedder.encoder.embedding.weight.clone()
-    assert start_from(model, args.init) == {"task": "mnli", "folder": str(tmp_path / "mnli")}
+    weights = mnli["encoder_weights"]
+    assert start_from(model, args.init, weights) == {"task": "mnli", "folder": str(tmp_path / "mnli")}
     assert not torch.equal(model.embedder.encoder.embedding.weight, before)
     assert finetune(args)["init"]["task"] == "mnli"
     finetune(args_of(home, tmp_path / "all/rte_plain", "rte", **shared))
     names = [row["name"] for row in report(ReportArgs(str(tmp_path / "all")))["rows"]]
     assert sorted(names) == ["rte", "rte (from mnli)"]
     with pytest.raises(UserError, match=r"init=.*: no weights.safetensors: expected a finished fine-tuning with keep"):
-        start_from(model, str(tmp_path / "all/rte"))
+        start_from(model, str(tmp_path / "all/rte"), weights)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"diverged": "x"}))
     with pytest.raises(UserError, match="this run diverged"):
-        start_from(model, args.init)
+        start_from(model, args.init, weights)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"diverged": None}))
     _, other = prepared(args_of(home, tmp_path / "o", "rte", ckpt=None, model=f"hf:{home / 'hf'}", **shared))
     with pytest.raises(UserError, match="has other weights than the one here"):
-        start_from(other, args.init)
+        start_from(other, args.init, weights)
+    (tmp_path / "again").mkdir()  # a run of the same shape
+    make_pieces_run(tmp_path / "again", predictor={"n_layers": 2}, init_truncate=1.0)
+    with pytest.raises(UserError, match=r"init=.*mnli: is a fine-tuning of another encoder \(.*run/checkpoints/"):
+        finetune(args_of(home, tmp_path / "x", "rte", init=args.init, **shared, ckpt=tmp_path / "again/run"))
 
 
 # --- dev rows and early stopping -----------------------------------------------------------------------------
@@ -571,6 +577,33 @@ def test_span_scores_need_span_tags(home: Path, tmp_path: Path) -> None:
     path.write_text("a X\nb Y\n\nc X\n\n")
     with pytest.raises(UserError, match="metric=span_f1: expected tags B-X, I-X and O, found X, Y"):
         finetune(args_of(home, tmp_path / "o", "ner", task__train=path, task__test=path, task__metric="span_f1"))
+
+
+def test_spans_without_a_beginning_are_spans_where_it_is_said(home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "iob1.conll"
+    path.write_text("".join(f"{w} {t.replace('B-', 'I-')}\n" for i in range(40) for w, t in [*tagged(i), ("end", "O")]))
+    path.write_text(path.read_text().replace("end O\n", "end O\n\n"))
+    shared = {"task__train": path, "task__test": path}
+    data, _ = prepared(args_of(home, tmp_path / "a", "ner", **shared))
+    assert data.metrics[0] == "accuracy"
+    data, _ = prepared(args_of(home, tmp_path / "b", "ner", task__metric="span_f1", **shared))
+    assert data.metrics[0] == "span_f1"
+    target = data._sentences(data.splits["test"], data.splits["test"].y)
+    guess = [["O" if tag == "I-ANI" else tag for tag in tags] for tags in target]
+    y = np.array([data.classes.index(tag) for tags in guess for tag in tags])
+    found = data._scores(data.splits["test"], y)["span_f1"]
+    assert found == pytest.approx(f1_score(target, guess)) == pytest.approx(2 / 3)
+
+
+def test_labels_that_are_never_trained_are_told(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    test = tmp_path / "test.jsonl"
+    more = "".join(json.dumps({"text": "a fox", "label": name}) + "\n" for name in ("new", "new", "newer"))
+    test.write_text((home / "test_animal.jsonl").read_text() + more)
+    result = finetune(args_of(home, tmp_path / "out", task__test=test, epochs=1))
+    assert result["data"]["labels_never_trained"] == {"test": {"new": 2, "newer": 1}}
+    assert "test rows have labels that no training row has, which count as wrong: 'new' (2), 'newer' (1)" in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_newer_checkpoint_and_changed_files_are_noticed(home: Path, tmp_path: Path) -> None:

@@ -409,3 +409,9 @@ def test_the_listing_has_sizes_and_checksums(tmp_path: Path, monkeypatch) -> Non
 def test_a_wrong_path_is_named(tmp_path: Path, path: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         checkpoint.resolve(tmp_path / path)
+
+
+def test_a_model_of_transformers_is_told_from_a_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"looks like a model of transformers: python -m lingua\.hub import source="):
+        checkpoint.resolve(tmp_path)

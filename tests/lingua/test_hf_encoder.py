@@ -150,6 +150,10 @@ def test_what_is_no_text_is_refused(bert: Path, bad: object) -> None:
 def test_models_that_cannot_be_used_are_refused(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"hf:.*nowhere: cannot be loaded: .*; check the id or folder"):
         load_hf_encoder(str(tmp_path / "nowhere"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
+    with pytest.raises(UserError, match=r"hf:.*run: is a run of this library, .*: give ckpt=.*run"):
+        load_hf_encoder(str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"max_length=129: .* takes 4 to 128 tokens"):
         load_hf_encoder(str(bert), max_length=129)
     lacking = tmp_path / "lacking"
