@@ -24,7 +24,7 @@ from lingua.predictor import PredictorArgs
 from lingua.transformer import ffn_width
 
 SPECIAL_IDS, MASK_ID = (0, 1, 2, 3), 4
-MLM_RATIO, CROSS_RATIO, RTD_RATIO = 0.2, 0.5, 0.15
+RATIOS = {"bert": 0.2, "crossbert": 0.5, "electra": 0.15}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Size:
     rows: int
     seq_len: int = 512
     vocab_size: int = 50265
+    hidden_ratio: float | None = None  # None: as the paper has it for each model
+
+    def ratio(self, kind: str) -> float:
+        """Share of positions that a model predicts (of a CrossBERT: in one of its two views)."""
+        return RATIOS[kind] if self.hidden_ratio is None else self.hidden_ratio
 
     def shape(self) -> dict[str, int]:
         """What every model of ours takes."""
@@ -92,12 +97,13 @@ def ours(
     optimizer = Optimizer(model, OptimArgs(lr=1e-4), 10_000)
     tokens_BS = random_rows(size).to(device)
     numbers = iter(range(1, 10_000))
+    ratio = size.ratio(kind)
 
     def batches(index_B: Tensor) -> Iterator[tuple]:
         if kind == "crossbert":
-            yield from ((tokens_BS, view) for view in complementary_views(index_B, size.seq_len, CROSS_RATIO, 0))
+            yield from ((tokens_BS, view) for view in complementary_views(index_B, size.seq_len, ratio, 0))
             return
-        view = split_positions(index_B, size.seq_len, RTD_RATIO if kind == "electra" else MLM_RATIO, 0)
+        view = split_positions(index_B, size.seq_len, ratio, 0)
         inputs_BS = mask_tokens(tokens_BS, view.hidden_BM, MASK_ID, SPECIAL_IDS)
         batch = inputs_BS, tokens_BS, view, torch.ones(len(index_B), device=device)
         yield batch if kind == "bert" else (*batch, index_B, step_share([batch], SPECIAL_IDS))
@@ -115,7 +121,7 @@ def ours(
 
     views = 2 if kind == "crossbert" else 1
     tokens = views * tokens_BS.numel()
-    masking: tuple = (CROSS_RATIO, True) if kind == "crossbert" else (RTD_RATIO if kind == "electra" else MLM_RATIO,)
+    masking: tuple = (ratio, True) if kind == "crossbert" else (ratio,)
     forward = model.row_flops(size.seq_len, *masking)
     paper = model.flops_per_token(size.seq_len, *(masking if kind == "crossbert" else ()))
     return Contestant(
@@ -129,7 +135,7 @@ def bare_products(kind: str, size: Size, device: torch.device, dtype: torch.dtyp
     One matrix in memory for each of the model's, so that they come from as far away.
     """
     rows, S, dim, V = size.rows, size.seq_len, size.dim, size.vocab_size
-    width, hidden = ffn_width(dim), hidden_count(S, CROSS_RATIO if kind == "crossbert" else MLM_RATIO)
+    width, hidden = ffn_width(dim), hidden_count(S, RATIOS[kind])
     of_block = [(dim, 3 * dim), (dim, dim), (dim, 2 * width), (width, dim)]
     visible, predicted = (2 * rows * (S - hidden), 2 * rows * hidden) if kind == "crossbert" else (rows * S, 0)
     products = [(n_in, n_out, visible) for n_in, n_out in of_block] * size.n_layers
@@ -173,7 +179,7 @@ def peer(
     if as_shipped:  # as evenly spread as documents of all lengths up to the longest
         lengths_B = torch.linspace(size.seq_len / size.rows, size.seq_len, size.rows, device=device).long()
     real_BS = torch.arange(size.seq_len, device=device) < lengths_B[:, None]
-    view = split_positions(torch.arange(size.rows, device=device), size.seq_len, MLM_RATIO, 0)
+    view = split_positions(torch.arange(size.rows, device=device), size.seq_len, size.ratio("bert"), 0)
     is_target_BS = torch.zeros_like(real_BS).scatter(1, view.hidden_BM, True) & real_BS
     inputs_BS = torch.where(is_target_BS, MASK_ID, tokens_BS).masked_fill(~real_BS, 1)
     labels_BS = tokens_BS.masked_fill(~is_target_BS, -100)

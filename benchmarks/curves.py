@@ -1,0 +1,172 @@
+"""How the speed of training changes with row length, batch, hidden ratio and ranks, beside what FLOPs predict.
+
+    python -m benchmarks.curves out=docs/results/curves.json plot=docs/images/curves
+
+Training steps as in benchmarks.train. The line through each family's reference (512 tokens, as many rows as the size
+has, the paper's hidden ratio) says how fast the others would be if every FLOP took as long as it does there. What lies
+above it is FLOPs that are cheaper there, what lies below costs that are no FLOPs. Ranks are processes of the real app
+on this machine's CPUs, one thread each, the model sharded over all of them: with more of them than CPUs they show what
+sharing costs, not speed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from apps.plots.style import FAMILY_COLORS, FAMILY_NAMES, legend, panels, save
+from benchmarks.backends import milliseconds
+from benchmarks.common import environment, write_result
+from benchmarks.contestants import Size, ours
+from benchmarks.gpu_smoke import train
+from benchmarks.made_up import prepare_text
+from lingua.args import cli
+from lingua.distributed import pick_device, pick_dtype
+from lingua.errors import UserError
+from lingua.metrics import read_metrics
+
+SIZES = {"cpu": Size(256, 6, 4, predictor_layers=2, rows=16), "cuda": Size(768, 28, 12, predictor_layers=6, rows=64)}
+TOY = Size(32, 2, 2, predictor_layers=1, rows=4, seq_len=64, vocab_size=500)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)  # of as many rows as make the reference's tokens
+ROWS = (1, 2, 4, 8, 16, 32)
+RATIOS = {"bert": (0.1, 0.2, 0.3, 0.5), "crossbert": (0.5, 0.6, 0.7, 0.8, 0.9)}
+AXES = {"length": "tokens in a row", "batch": "rows in a step", "ratio": "hidden ratio", "ranks": "ranks"}
+STEPS = 12  # of the app on several ranks; the first four do not count
+
+
+@dataclass
+class CurvesArgs:
+    """Curves of training speed."""
+
+    out: str = "???"  # JSON file to write
+    plot: str | None = None  # also PLOT.png and PLOT.svg
+    curves: list[str] = field(default_factory=lambda: list(AXES))
+    ranks: list[int] = field(default_factory=lambda: [1, 2, 4])
+    repeats: int = 3  # timed steps of each point, after three that are not
+    compile: bool = False
+    toy: bool = False  # tiny sizes, to try it
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.curves) - set(AXES):
+            raise UserError(f"curves={sorted(unknown)}: expected some of {', '.join(AXES)}")
+        if self.repeats < 1 or not self.ranks or min(self.ranks) < 1:
+            raise UserError(f"repeats={self.repeats}, ranks={self.ranks}: expected at least 1")
+
+
+def sizes(curve: str, family: str, reference: Size) -> Iterator[tuple[float, Size]]:
+    """Where a curve is measured: the value on its axis, and the size of the step."""
+    tokens = reference.rows * reference.seq_len
+    if curve == "length":
+        lengths = [length for length in LENGTHS if length <= tokens]
+        yield from ((length, replace(reference, seq_len=length, rows=tokens // length)) for length in lengths)
+    elif curve == "batch":
+        yield from ((rows, replace(reference, rows=rows)) for rows in ROWS)
+    else:
+        yield from ((ratio, replace(reference, hidden_ratio=ratio)) for ratio in RATIOS[family])
+
+
+def measure(args: CurvesArgs, family: str, size: Size, device: torch.device) -> dict[str, float]:
+    """View tokens a second of a step, and its FLOPs for each of them."""
+    torch.compiler.reset()
+    contestant = ours(family, size, device, pick_dtype("auto", device), args.compile)
+    seconds = milliseconds(contestant.step, device, args.repeats) / 1e3
+    return {
+        "tokens_per_second": contestant.tokens / seconds,
+        "flops_per_token": contestant.all_flops / contestant.tokens,
+    }
+
+
+def measure_ranks(args: CurvesArgs, family: str, n: int, size: Size, folder: Path) -> float:
+    """View tokens a second of ``apps.FAMILY.train`` on ``n`` ranks."""
+    most = max(args.ranks)
+    values = {
+        "dump_dir": folder / f"{family}_{n}", "data.root_dir": folder / "data", "data.seq_len": size.seq_len,
+        "batch_tokens": most * size.rows * size.seq_len * (2 if family == "crossbert" else 1),
+        "micro_rows": size.rows, "steps": STEPS, "dtype": "auto", "logging.every": 1, "logging.tensorboard": "false",
+        "checkpoint.dump.every": 10 * STEPS, "distributed.dp_shard": -1, "compile": str(args.compile).lower(),
+        **{f"model.{name}": getattr(size, name) for name in ("dim", "n_layers", "n_heads")},
+    }  # fmt: skip
+    if family == "crossbert":
+        values["model.predictor.n_layers"] = size.predictor_layers
+    run = train(family, [f"{key}={value}" for key, value in values.items()], n, OMP_NUM_THREADS="1")
+    speeds = [record["tokens_per_second"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    return median(speeds[4:])
+
+
+def predict(points: list[dict[str, float]], reference: dict[str, float]) -> None:
+    """Add to each point the speed it would have at the reference's FLOP rate."""
+    rate = reference["tokens_per_second"] * reference["flops_per_token"]
+    for point in points:
+        point["predicted"] = rate / point["flops_per_token"]
+
+
+def draw(found: dict[str, dict[str, list[dict[str, float]]]], stem: Path) -> None:
+    """A panel a curve: measured points, and the predicted line."""
+    figure, axes = panels(len(found), across=2)
+    for axis, (curve, families) in zip(axes, found.items(), strict=True):
+        for family, points in families.items():
+            color, x = FAMILY_COLORS[family], [point["at"] for point in points]
+            y = [point["tokens_per_second"] / 1e3 for point in points]
+            axis.plot(x, y, "o", color=color, label=f"{FAMILY_NAMES[family]}, measured")
+            line = [point["predicted"] / 1e3 for point in points]
+            axis.plot(x, line, "-", color=color, alpha=0.6, label=f"{FAMILY_NAMES[family]}, from FLOPs")
+        if curve != "ratio":
+            ticks = sorted({point["at"] for points in families.values() for point in points})
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.minorticks_off()
+        axis.set(xlabel=AXES[curve], ylabel="thousand view tokens a second", ylim=(0, None))
+        legend(axis)
+    save(figure, stem)
+
+
+def main(args: CurvesArgs) -> None:
+    """Measure all curves, write the JSON, draw the plot."""
+    device = pick_device()
+    reference = TOY if args.toy else SIZES[device.type]
+    at_reference = {family: measure(args, family, reference, device) for family in FAMILY_NAMES}
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for curve in args.curves:
+            if curve == "ranks":
+                prepare_text(folder, "roberta", 20_000)
+            found[curve] = {}
+            for family in FAMILY_NAMES:
+                if curve == "ranks":
+                    speeds = {n: measure_ranks(args, family, n, reference, folder) for n in args.ranks}
+                    alone = speeds[args.ranks[0]] / args.ranks[0]
+                    units = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
+                    points = [
+                        {"at": n, "tokens_per_second": speed, "predicted": alone * min(n, units)}
+                        for n, speed in speeds.items()
+                    ]
+                else:
+                    points = [
+                        {"at": at, **measure(args, family, size, device)}
+                        for at, size in sizes(curve, family, reference)
+                    ]
+                    predict(points, at_reference[family])
+                found[curve][family] = points
+                print(f"{curve}, {family}: " + ", ".join(f"{p['at']:g}: {p['tokens_per_second']:.0f}" for p in points))
+    if args.plot:
+        draw(found, Path(args.plot))
+    result = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "dtype": str(pick_dtype("auto", device)).removeprefix("torch."),
+        "compile": args.compile,
+        "reference": at_reference,
+        "curves": found,
+    }
+    write_result(args.out, {**result, **environment("torch", "numpy")})
+
+
+if __name__ == "__main__":
+    cli(CurvesArgs, main, "python -m benchmarks.curves")
