@@ -35,7 +35,7 @@ class ReportArgs:
 def report(args: ReportArgs) -> dict[str, Any]:
     """Write and print the table. Raises UserError if there is no result."""
     folder = Path(args.runs)
-    results = {path.parent: json.loads(path.read_text()) for path in sorted(folder.rglob(RESULT))}
+    results = {path.parent: _read(path) for path in sorted(folder.rglob(RESULT))}
     unfinished = sorted(str(path.parent) for path in folder.rglob(CONFIG) if _is_open(path.parent))
     if not results:
         raise UserError(f"{folder}: no {RESULT} in it: expected the folder of apps.finetune.grid or of a sweep")
@@ -52,6 +52,16 @@ def report(args: ReportArgs) -> dict[str, Any]:
     write_whole(out / "results.md", table.encode())
     print(f"\n{table}\nwritten to {out}/", flush=True)
     return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}): remove it, and its run is done again") from None
+    if not isinstance(result, dict) or not {"task", "lr", "seed", "scores", "config"} <= result.keys():
+        raise UserError(f"{path}: is not of apps.finetune: give a folder of fine-tunings alone")
+    return result
 
 
 def _is_open(run: Path) -> bool:
@@ -103,17 +113,24 @@ def _row(by_rate: dict[float, dict[Path, dict[str, Any]]], folder: Path) -> dict
 def _name(rows: list[dict[str, Any]]) -> None:
     """A name for each row: its task, where it was initialized from, and what tells it from others of the task."""
     for row in rows:
-        flat = {id(other): _flat(other["config"]) for other in rows if other["task"] == row["task"]}
+        flat = {id(other): _flat(_own(other)) for other in rows if other["task"] == row["task"]}
         own = flat[id(row)]
         differing = sorted(
             key
             for key in own
-            if not key.startswith(("init", "optim.lr", "seed", "tasks."))
+            if not key.startswith(("init", "optim.lr", "seed"))
             and any(other.get(key) != own[key] for other in flat.values())
         )
         more = ", ".join(f"{key}={own[key]}" for key in differing)
         origin = f" (from {row['init']})" if row["init"] else ""
         row["name"] = f"{row['task']}{origin}" + (f", {more}" if more else "")
+
+
+def _own(row: dict[str, Any]) -> dict[str, Any]:
+    """A row's config, of the tasks' files its own alone."""
+    config = {key: value for key, value in row["config"].items() if key != "tasks"}
+    task = row["config"]["tasks"].get(row["task"])
+    return config if task is None else {**config, "tasks": {row["task"]: task}}
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:

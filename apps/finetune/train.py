@@ -65,7 +65,6 @@ def finetune(args: FinetuneArgs) -> dict[str, Any]:
     if done is not None:
         print(f"{out}: finished already")
         return done
-    write_whole(out / CONFIG, to_yaml(args).encode())
     encoder = load(args)
     with torch.random.fork_rng(devices=[encoder.device] if encoder.device.startswith("cuda") else []):
         torch.manual_seed(args.seed)
@@ -75,6 +74,7 @@ def finetune(args: FinetuneArgs) -> dict[str, Any]:
         )
         weights = weights_digest(encoder.model, torch.float32).hex()
         origin = start_from(model, args.init, weights)
+        write_whole(out / CONFIG, to_yaml(args).encode())  # not before: what cannot be is put right in the same folder
         history, best, diverged = train(model, data, args)
     result = {
         "task": args.task,

@@ -526,6 +526,24 @@ def test_settings_side_by_side_are_told_apart(home: Path, tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
+def test_data_side_by_side_are_told_apart(home: Path, tmp_path: Path) -> None:
+    for rows in (16, 32):
+        finetune(args_of(home, tmp_path / f"out/{rows}", epochs=1, task__max_train_rows=rows))
+    names = [row["name"] for row in report(ReportArgs(str(tmp_path / "out")))["rows"]]
+    assert sorted(names) == ["animal, tasks.animal.max_train_rows=16", "animal, tasks.animal.max_train_rows=32"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [('{"task"', r"result\.json: not JSON"), ('{"task": "x"}', r"result\.json: is not of apps\.finetune")],
+)
+def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str, message: str) -> None:
+    fake(tmp_path, "cola", 1e-5, 0, 0.5, 0.5)
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        report(ReportArgs(str(tmp_path)))
+
+
 # --- what is refused -----------------------------------------------------------------------------------------
 
 
@@ -570,6 +588,12 @@ def test_what_cannot_be_is_told(home: Path, tmp_path: Path, task: str, changes: 
     changes = {k: v.replace("HOME", str(home)) if isinstance(v, str) else v for k, v in changes.items()}
     with pytest.raises(UserError, match=message):
         finetune(args_of(home, tmp_path / "out", task, **changes))
+
+
+def test_a_mistake_is_put_right_in_the_same_folder(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no column 'txt'; found text, label"):
+        finetune(args_of(home, tmp_path / "out", epochs=1, task__text="txt"))
+    assert finetune(args_of(home, tmp_path / "out", epochs=1))["step"]
 
 
 def test_span_scores_need_span_tags(home: Path, tmp_path: Path) -> None:
