@@ -36,7 +36,9 @@ def report(args: ReportArgs) -> dict[str, Any]:
     """Write and print the table. Raises UserError if there is no result."""
     folder = Path(args.runs)
     results = {path.parent: _read(path) for path in sorted(folder.rglob(RESULT))}
-    unfinished = sorted(str(path.parent) for path in folder.rglob(CONFIG) if _is_open(path.parent))
+    # What the launcher has begun may have failed before it wrote a config of its own.
+    begun = {path.parent.parent if path.parent.name == "stool" else path.parent for path in folder.rglob(CONFIG)}
+    unfinished = sorted(str(run) for run in begun if not (run / RESULT).is_file())
     if not results:
         raise UserError(f"{folder}: no {RESULT} in it: expected the folder of apps.finetune.grid or of a sweep")
     groups: dict[str, dict[float, dict[Path, dict[str, Any]]]] = {}
@@ -62,10 +64,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or not {"task", "lr", "seed", "scores", "config"} <= result.keys():
         raise UserError(f"{path}: is not of apps.finetune: give a folder of fine-tunings alone")
     return result
-
-
-def _is_open(run: Path) -> bool:
-    return (run.name != "stool") and not (run / RESULT).is_file()
 
 
 def _setting(result: dict[str, Any]) -> str:

@@ -526,6 +526,16 @@ def test_settings_side_by_side_are_told_apart(home: Path, tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
+def test_runs_that_were_begun_are_named(tmp_path: Path) -> None:
+    fake(tmp_path, "cola", 1e-5, 0, 0.5, 0.5)
+    for name in ("cola_1e-05_0/stool", "failed/stool", "killed"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").touch()
+    found = report(ReportArgs(str(tmp_path)))
+    assert found["unfinished"] == [str(tmp_path / "failed"), str(tmp_path / "killed")]
+    assert f"- not finished, and not in the table: {tmp_path}/failed" in (tmp_path / "results.md").read_text()
+
+
 def test_data_side_by_side_are_told_apart(home: Path, tmp_path: Path) -> None:
     for rows in (16, 32):
         finetune(args_of(home, tmp_path / f"out/{rows}", epochs=1, task__max_train_rows=rows))
