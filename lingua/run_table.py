@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from lingua.errors import UserError
-from lingua.evaluation.results import write_whole
+from lingua.evaluation.results import writable_folder, write_whole
 
 
 def write_table(rows: list[dict[str, Any]], columns: list[str], out: str) -> None:
     """CSV, or parquet where pyarrow is installed. Raises UserError."""
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    writable_folder(Path(out).parent)
     if out.endswith(".csv"):
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, lineterminator="\n")

@@ -22,12 +22,17 @@ class CompareArgs:
     out: str | None = None  # folder for compare.md; none: print only
 
     def __post_init__(self) -> None:
-        if len(set(self.runs)) < 2:
-            raise UserError(f"runs={self.runs}: expected two different run folders at least")
+        if len(self.runs) < 2 or len({Path(run).resolve() for run in self.runs}) < len(self.runs):
+            raise UserError(f"runs={self.runs}: expected two run folders at least, all different")
 
 
 def compare(args: CompareArgs) -> str:
     """Print, and write if asked, two tables: keys that differ, and what came of the runs."""
+    for run in args.runs:
+        if Path(run).is_dir() and not any((Path(run) / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+            raise UserError(
+                f"{run}: no run folder, it has neither config.yaml nor metrics.jsonl; of a sweep give runs inside it"
+            )
     names = names_of(args.runs)
     runs = [summarize(Path(run), name) for run, name in zip(args.runs, names, strict=True)]
     missing = [run for run in args.runs if not Path(run).is_dir()]

@@ -279,6 +279,8 @@ def scores_by_step(data: Data, stem: Path) -> str:
             if known:
                 axis.plot(*zip(*known, strict=True), "o-", color=COLORS[place % len(COLORS)], markersize=3, label=name)
         axis.set(title=task, xlabel="step", ylabel="score x 100")
+        axis.locator_params(axis="x", nbins=5, integer=True)  # more labels of long runs would touch each other
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         legend(axis)
     if not tasks:
         empty(axes[0], NO_RUNS)

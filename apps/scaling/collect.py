@@ -40,7 +40,8 @@ def collect(args: CollectArgs) -> list[dict[str, Any]]:
     """Write the table; print a line for each run that is not done."""
     folders = [folder for path in args.runs for folder in find(Path(path))]
     if len(set(folders)) < len(folders):
-        raise UserError(f"runs={args.runs}: a run comes twice")
+        twice = {str(folder) for folder in folders if folders.count(folder) > 1}
+        raise UserError(f"runs={args.runs}: a run comes twice: {', '.join(sorted(twice))}")
     known: dict[str, dict[str, float]] = {}  # unigram losses by validation sets
     rows = [row_of(folder, args.unigram, known) for folder in folders]
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -69,8 +70,11 @@ def _is_run(path: Path) -> bool:
 
 
 def row_of(folder: Path, unigram: bool, known: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """One run: its state, what it is, and its newest figures."""
-    run = summarize(folder, str(folder))
+    """One run: its state, what it is, and its newest figures; of a damaged file only that it is damaged."""
+    try:
+        run = summarize(folder, str(folder))
+    except UserError as error:
+        return {"run": str(folder), "state": f"damaged: {error}", "note": ""}
     row: dict[str, Any] = {"run": str(folder), "state": state_of(folder, run), "note": ""}
     notes = []
     if (folder / "config.yaml").is_file():

@@ -254,7 +254,11 @@ def test_runs_compared(tmp_path: Path) -> None:
     assert not any(line[0] == "batch_tokens" for line in lines)  # the same in both
     assert ["state", "done", "unfinished: step 120 of 300"] in lines
     assert lines.index(["steps", "300", "None"]) < lines.index(["state", "done", "unfinished: step 120 of 300"])
-    with pytest.raises(UserError, match="two different run folders"):
-        CompareArgs([str(a), str(a)])
+    for same in ([str(a), str(a)], [str(a), f"{a}/"], [str(a), str(b), str(a)], [str(a)]):
+        with pytest.raises(UserError, match="two run folders at least, all different"):
+            CompareArgs(same)
+    (tmp_path / "sweep").mkdir()
+    with pytest.raises(UserError, match=r"sweep: no run folder, .* of a sweep give runs inside it"):
+        compare(CompareArgs([str(a), str(tmp_path / "sweep")]))
     with pytest.raises(UserError, match=r"not there: .*gone"):
         compare(CompareArgs([str(a), str(tmp_path / "gone")]))

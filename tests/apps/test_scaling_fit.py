@@ -167,6 +167,27 @@ def made_up(noise: float = 0.0) -> list[dict[str, Any]]:
     return rows
 
 
+def test_a_damaged_file_is_told_of_its_run_and_costs_no_other(tmp_path: Path) -> None:
+    for name, file in (("a", "config.yaml"), ("b", "metrics.jsonl"), ("c", "eval/1/results.json")):
+        path = write_run(tmp_path / f"s/{name}", 10, 10) / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{\n{}\n")
+    write_run(tmp_path / "s/d", 10, 10)
+    rows = collect(CollectArgs([str(tmp_path / "s")], str(tmp_path / "t.csv")))
+    expected = [
+        "config.yaml: not valid YAML",
+        "metrics.jsonl, line 1: not a JSON record",
+        "results.json: not the results",
+    ]
+    for name, found, what in zip("abc", rows, expected, strict=False):
+        assert found["state"].startswith("damaged: ")
+        assert f"/s/{name}/" in found["state"]
+        assert what in found["state"]
+    assert rows[3]["state"] == "done"
+    with pytest.raises(UserError, match=r"a run comes twice: .*s/d"):
+        collect(CollectArgs([str(tmp_path / "s"), str(tmp_path / "s/d")], str(tmp_path / "t.csv")))
+
+
 def fitted(rows: list[dict[str, Any]], tmp_path: Path, **changes: Any) -> dict[str, Any]:
     table = str(tmp_path / "table.csv")
     columns = list(dict.fromkeys(name for r in rows for name in r))
