@@ -69,6 +69,8 @@ def build(cls: type[T], *layers: tuple[str, dict[str, Any]]) -> T:
             reason = _first_line(error)
             if "to string: '{" in reason:  # `query: ` is a mapping to YAML
                 reason += "; a text with a colon or blanks at its ends needs quotes of its own: 'key=\"query: \"'"
+            elif "is not a ListConfig" in reason:
+                reason = f"expected a list, such as {error.full_key}=[a,b]"
             raise UserError(f"{origin}: {error.full_key or 'config'}: {reason}") from None
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:

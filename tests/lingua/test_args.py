@@ -35,6 +35,19 @@ class Outer:
             raise UserError(f"rate={self.rate}: expected 0 or more")
 
 
+@dataclass
+class Listed:
+    tasks: list[str] | None = None
+    lengths: list[int] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("word", ["tasks=BIOSSES", "lengths=3"])
+def test_one_value_where_a_list_is_wanted_is_told_how_lists_look(word: str) -> None:
+    name = word.partition("=")[0]
+    with pytest.raises(UserError, match=rf"the command line: {name}: expected a list, such as {name}=\[a,b\]"):
+        parse(Listed, [word])
+
+
 def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("path: a\nrate: 1.5\ninner: {width: 16}\n")
