@@ -129,7 +129,7 @@ def results_tables(number: int, ours: Ours) -> str:
 
 
 def suite_table(number: int, table: str | None) -> str:
-    """A suite as printed, and under it our runs of that family, the best of each shape and budget."""
+    """A suite as printed, and under it our finished runs of that family."""
     family = paper.FAMILIES[number - 10]
     rows = paper.suite(family)
     columns = list(rows[0])

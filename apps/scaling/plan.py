@@ -56,11 +56,11 @@ def describe(made: Plan, args: RuleArgs) -> list[str]:
     shape, counts = made.shape, made.counts
     head = made.config.model.head_size
     rule = depth_law(made.family)
-    predictor = "" if shape.pred_layers is None else f", predictor of {shape.pred_layers} blocks"
+    predictor = "" if shape.pred_layers is None else f", predictor of {blocks(shape.pred_layers)}"
     hours = made.gpu_hours(args)
     device = args.gpu.upper() if args.tflops is None else f"devices of {args.tflops:g} TFLOP/s"
     return [
-        f"model         {made.family}: {shape.n_layers} blocks, {shape.dim} wide, {shape.n_heads} heads of "
+        f"model         {made.family}: {blocks(shape.n_layers)}, {shape.dim} wide, {shape.n_heads} heads of "
         f"{head}{predictor}",
         f"              depth by n_layers = {rule.law.constant:.3g} * dim ** {rule.law.exponent:.3f}, within "
         f"{rule.spread:.0%} on the paper's suite"
@@ -74,6 +74,11 @@ def describe(made: Plan, args: RuleArgs) -> list[str]:
         f"time          {hours:,.4g} GPU hours at {args.mfu:.0%} of {device}; "
         f"{hours / args.gpus:,.4g} h on {args.gpus} GPU{'s' * (args.gpus > 1)}",
     ]
+
+
+def blocks(number: int) -> str:
+    """A number of them, in words."""
+    return f"{number} block{'s' * (number != 1)}"
 
 
 Table = dict[tuple[str, str], Memory]  # by way of spreading and mode of activation checkpointing

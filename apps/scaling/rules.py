@@ -136,6 +136,7 @@ class Planner:
         self.base = read_yaml(args.base) if args.base is not None else {"data": {"seq_len": paper.SEQ_LEN}}
         # Lengths that the base sets, which a plan replaces by steps.
         self.replaced = [name for name in ("steps", "tokens", "flops") if self.base.pop(name, None) is not None]
+        self.base.pop("dump_dir", None)  # a plan is another run
         config = self._config({})
         fixed = {name: value for name in OF_ONE_WIDTH if (value := _at(config.model, name)) not in (None, -1)}
         if fixed and args.dim is None:

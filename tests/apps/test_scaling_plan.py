@@ -124,12 +124,13 @@ def test_the_config_is_ready(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
 def test_a_plan_starts_from_a_config_and_from_laws(tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text(
-        "steps: 5\ndata: {seq_len: 64, tokenizer: {name: bytes}}\n"
+        "dump_dir: runs/another\nsteps: 5\ndata: {seq_len: 64, tokenizer: {name: bytes}}\n"
         "model: {rope_theta: 100}\nmasking: {hidden_ratio: 0.4}\n"
     )
     small = {"base": str(base), "head_dim": 32, "gpus": 1}
     made = Planner(RuleArgs(**small, lr=1e-3, batch_tokens=2048)).plan(flops=1e13)
     assert made.values["model"]["rope_theta"] == 100
+    assert "dump_dir" not in made.values  # the folder of the base's own run
     assert made.values["masking"] == {"hidden_ratio": 0.4}
     assert (made.lr, made.batch_tokens, made.shape.dim // made.shape.n_heads) == (1e-3, 2048, 32)
     fits = tmp_path / "fits.json"
