@@ -147,7 +147,8 @@ def load(
         UserError: the checkpoint holds other tensors or shapes than the model, or is damaged.
     """
     if optimizer is None:
-        parts = [name for name, _ in model.named_children()]
+        # Modules, and weights of the model itself, such as the head of an ELECTRA.
+        parts = list(dict.fromkeys(name.partition(".")[0] for name, _ in model.named_parameters()))
         unknown = [name for name in fresh if name not in parts]
         if unknown:
             raise UserError(f"init.fresh: the model has no part {unknown[0]}; it has {', '.join(parts)}")

@@ -324,6 +324,18 @@ def test_a_run_of_another_shape_is_refused(sources: Any, data: Path, tmp_path: P
         run_app("bert", words(sources["qwen2"][1], data, tmp_path / "d", objective="rtd"))
 
 
+def test_an_electra_starts_from_an_import_with_a_fresh_generator_and_head(
+    sources: Any, data: Path, tmp_path: Path
+) -> None:
+    run = sources["llama"][1]
+    more = {"objective": "rtd", "init.fresh": "[generator,head]", "steps": 1}
+    more |= {"optim.lr": 1e-9, "optim.min_lr": 1e-9}
+    run_app("bert", words(run, data, tmp_path / "electra", **more))
+    imported, trained = (load_encoder(path, device="cpu").encoder for path in (run, tmp_path / "electra"))
+    for ours, theirs in zip(trained.layers.parameters(), imported.layers.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
