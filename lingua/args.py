@@ -13,6 +13,8 @@ import difflib
 import inspect
 import io
 import os
+import re
+import select
 import signal
 import sys
 import tokenize
@@ -69,8 +71,6 @@ def build(cls: type[T], *layers: tuple[str, dict[str, Any]]) -> T:
             reason = _first_line(error)
             if "to string: '{" in reason:  # `query: ` is a mapping to YAML
                 reason += "; a text with a colon or blanks at its ends needs quotes of its own: 'key=\"query: \"'"
-            elif "is not a ListConfig" in reason:
-                reason = f"expected a list, such as {error.full_key}=[a,b]"
             raise UserError(f"{origin}: {error.full_key or 'config'}: {reason}") from None
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
@@ -78,21 +78,29 @@ def build(cls: type[T], *layers: tuple[str, dict[str, Any]]) -> T:
     return OmegaConf.to_object(config)  # type: ignore[return-value]
 
 
-def check_keys(cls: type, values: dict[str, Any], origin: str, prefix: str = "") -> None:
-    """Raise UserError at the first key of ``values`` that the dataclass ``cls`` does not have."""
+def check_keys(cls: type, values: dict[str, Any], origin: str, prefix: str = "", whole: type | None = None) -> None:
+    """Raise UserError at the first key of ``values`` that the dataclass ``cls`` does not have, or that wants a list.
+
+    Args:
+        prefix, whole: where ``cls`` stands, and the dataclass that it is a section of.
+    """
+    whole = whole or cls
     hints = typing.get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]
     for key, value in values.items():
         if key not in known:
+            same = _paths_to(str(key), whole)
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
+            meant = " or ".join(same[:3]) or (f"{prefix}{near[0]}" if near else "")
+            hint = f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
             raise UserError(f"{origin}: unknown key {prefix}{key}: {hint}")
+        _check_list(hints[key], value, f"{prefix}{key}", origin)
         inner = _dataclass_of(hints[key])
         if not inner:
             continue
         if isinstance(value, list) and typing.get_origin(hints[key]) is list:
             for number, item in enumerate(value):
-                check_keys(inner, item if isinstance(item, dict) else {}, origin, f"{prefix}{key}.{number}.")
+                check_keys(inner, item if isinstance(item, dict) else {}, origin, f"{prefix}{key}.{number}.", whole)
             continue
         if not isinstance(value, dict):
             raise UserError(f"{origin}: {prefix}{key} is a section with keys of its own, found {value!r}")
@@ -100,9 +108,37 @@ def check_keys(cls: type, values: dict[str, Any], origin: str, prefix: str = "")
             for name, section in value.items():
                 if not isinstance(section, dict):
                     raise UserError(f"{origin}: {prefix}{key}.{name} is a section, found {section!r}")
-                check_keys(inner, section, origin, f"{prefix}{key}.{name}.")
+                check_keys(inner, section, origin, f"{prefix}{key}.{name}.", whole)
         else:
-            check_keys(inner, value, origin, f"{prefix}{key}.")
+            check_keys(inner, value, origin, f"{prefix}{key}.", whole)
+
+
+def _check_list(hint: Any, value: Any, path: str, origin: str) -> None:
+    """Raise UserError where ``hint`` wants a list and ``value`` is none."""
+    options = () if typing.get_origin(hint) is dict else (hint, *typing.get_args(hint))
+    is_reference = isinstance(value, str) and value.startswith("${")  # to another key, which OmegaConf looks up
+    if list not in map(typing.get_origin, options) or value is None or isinstance(value, list) or is_reference:
+        return
+    shown = str(value)
+    example = shown if re.fullmatch(r"[\w./+,-]{1,80}", shown) else "a,b"
+    raise UserError(f"{origin}: {path}={shown[:80]}: expected a list, which is written {path}=[{example}]")
+
+
+def _paths_to(name: str, cls: type, prefix: str = "") -> list[str]:
+    """Full names of the fields called ``name`` in ``cls`` and its sections, the least deep ones first."""
+    found = []
+    for field, hint in typing.get_type_hints(cls).items():
+        if field == name:
+            found.append(f"{prefix}{field}")
+        inner = _dataclass_of(hint)
+        if inner and typing.get_origin(hint) is not list:
+            found += _paths_to(name, inner, f"{prefix}{field}{_any_name(hint)}.")
+    return sorted(found, key=lambda path: path.count("."))
+
+
+def _any_name(hint: Any) -> str:
+    """What stands for the name of a section in full names, where the user chooses it."""
+    return ".NAME" if typing.get_origin(hint) is dict else ""
 
 
 def to_yaml(args: Any) -> str:
@@ -132,27 +168,16 @@ def help_text(cls: type, usage: str) -> str:
 def cli(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str] | None = None) -> None:
     """The whole command-line entry of a module: parse, run, and turn a UserError into one message.
 
-    Exit status: 0 done, 2 user error, 130 interrupted.
+    Exit status: 0 done, 2 user error, 130 interrupted, 141 where what reads the output, such as head, has gone.
     """
     is_program = argv is None
     argv = sys.argv[1:] if is_program else argv
     signal.signal(signal.SIGINT, signal.default_int_handler)  # apps/__init__.py
-    if any(word in ("-h", "--help", "help") for word in argv):
-        try:
-            print(help_text(cls, usage), flush=True)
-        except BrokenPipeError:  # the reader, such as head, has seen enough; Python would flush once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return
-    status: Any = 0
     try:
-        run(parse(cls, argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        status = 130
-    except SystemExit as stop:
-        status = stop.code or 0
+        status = _status(cls, run, usage, argv)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        status = reader_has_gone(error)
     distributed = sys.modules.get("torch.distributed")
     has_group = distributed is not None and distributed.is_initialized()
     if has_group or (is_program and "lingua.saving" in sys.modules):
@@ -163,6 +188,43 @@ def cli(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str] | Non
         os._exit(status)
     if status:
         raise SystemExit(status)
+
+
+def _status(cls: type[T], run: Callable[[T], Any], usage: str, argv: list[str]) -> Any:
+    """Do what ``argv`` says, and what the command ends with."""
+    if any(word in ("-h", "--help", "help") for word in argv):
+        print(help_text(cls, usage))
+        return 0
+    try:
+        run(parse(cls, argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
+def reader_has_gone(error: BrokenPipeError) -> int:
+    """Be silent after a BrokenPipeError, as Python writes once more at its end. Gives the exit status.
+
+    Raises:
+        BrokenPipeError: ``error``, if it is of another pipe than this command's output.
+    """
+    gone = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream.fileno())]
+    if not gone:
+        raise error
+    for stream in gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return 128 + signal.SIGPIPE
+
+
+def _has_no_reader(file: int) -> bool:
+    poll = select.poll()
+    poll.register(file, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -198,8 +260,7 @@ def _help_lines(cls: type, prefix: str) -> typing.Iterator[str]:
         comment = f"  # {beside}" if beside else ""
         if inner:
             yield f"{prefix}{field.name}:{comment}"
-            name = ".NAME" if typing.get_origin(hints[field.name]) is dict else ""
-            yield from _help_lines(inner, f"{prefix}{field.name}{name}.")
+            yield from _help_lines(inner, f"{prefix}{field.name}{_any_name(hints[field.name])}.")
             continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:

@@ -63,11 +63,8 @@ def inspect(args: InspectArgs, out: TextIO | None = None) -> None:
     begin = stream.phases[args.phase].first_row + args.first
     _check_end(args, stream, begin)
     in_color = args.color == "always" or (args.color == "auto" and out.isatty() and "NO_COLOR" not in os.environ)
-    try:
-        for index in range(begin, begin + args.rows):
-            print(_row(args, stream, tokenizer, index, in_color), file=out)
-    except BrokenPipeError:  # the reader, such as head, has seen enough; Python would flush once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for index in range(begin, begin + args.rows):
+        print(_row(args, stream, tokenizer, index, in_color), file=out)
 
 
 def _row(args: InspectArgs, stream: TokenStream, tokenizer: Tokenizer, index: int, in_color: bool) -> str:

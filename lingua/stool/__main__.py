@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-from lingua.args import help_text
+from lingua.args import help_text, reader_has_gone
 from lingua.errors import UserError
 from lingua.stool.args import StoolArgs, read_request
 
@@ -75,11 +74,12 @@ def _command(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except BrokenPipeError:  # the reader, such as head, has seen enough; Python would flush once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError as error:
+        raise SystemExit(reader_has_gone(error)) from None
     except OSError as error:  # a folder that cannot be written, a full disk
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

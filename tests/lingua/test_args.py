@@ -41,11 +41,43 @@ class Listed:
     lengths: list[int] = field(default_factory=list)
 
 
-@pytest.mark.parametrize("word", ["tasks=BIOSSES", "lengths=3"])
-def test_one_value_where_a_list_is_wanted_is_told_how_lists_look(word: str) -> None:
-    name = word.partition("=")[0]
-    with pytest.raises(UserError, match=rf"the command line: {name}: expected a list, such as {name}=\[a,b\]"):
-        parse(Listed, [word])
+@dataclass
+class Sections:
+    one: Listed = field(default_factory=Listed)
+    many: list[Listed] = field(default_factory=list)
+    named: dict[str, Listed] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "example"),
+    [
+        ("one.tasks", "BIOSSES", "BIOSSES"),
+        ("one.lengths", "3", "3"),
+        ("one.lengths", "8,16", "8,16"),
+        ("one.tasks", "*.jsonl", "a,b"),
+        ("named.x.tasks", "some words", "a,b"),
+        ("many", "3", "3"),
+    ],
+)
+def test_one_value_where_a_list_is_wanted_is_told_how_lists_look(
+    tmp_path: Path, key: str, value: str, example: str
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(to_yaml_lines(key, value))
+    for origin, word in (("the command line", f"{key}={value}"), (str(file), f"config={file}")):
+        with pytest.raises(UserError) as error:
+            parse(Sections, [word])
+        assert str(error.value) == f"{origin}: {key}={value}: expected a list, which is written {key}=[{example}]"
+
+
+def to_yaml_lines(key: str, value: str) -> str:
+    names = key.split(".")
+    return "".join(f"{'  ' * i}{name}:\n" for i, name in enumerate(names))[:-1] + f" '{value}'\n"
+
+
+def test_a_list_may_be_none_or_another_keys() -> None:
+    assert parse(Listed, ["tasks=null", "lengths=[3]"]) == Listed(None, [3])
+    assert parse(Sections, ["one.tasks=[a]", "named.x.tasks=${one.tasks}"]).named["x"].tasks == ["a"]
 
 
 def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
@@ -71,6 +103,8 @@ def test_resolved_yaml_gives_the_same_args(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["path=a", "inner.widht=3"], r"the command line: unknown key inner\.widht: did you mean inner\.width\?"),
+        (["path=a", "width=3"], r"unknown key width: did you mean inner\.width\?"),
+        (["path=a", "inner.steps=3"], r"unknown key inner\.steps: did you mean steps\?"),
         (["path=a", "zzz=3"], "unknown key zzz: known here: path, rate, steps, inner"),
         (["path=a", "steps=many"], "the command line: steps: .*many.*Integer"),
         ([], "no value for path"),
@@ -126,11 +160,22 @@ def test_build_from_dicts() -> None:
     assert build(Outer, ("here", {"path": "x"})).path == "x"
 
 
-def test_help_into_a_pipe_that_closes_early_is_silent() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        "args.help_text = lambda *_: 'many words\\n' * 100_000\nargs.cli(object, print, 'prog', ['--help'])",
+        "args.cli(Given, lambda _: print('many words\\n' * 100_000), 'prog', [])",  # more than a pipe holds
+        "args.cli(Given, lambda _: [print('many words') or time.sleep(0.1) for _ in range(9)], 'prog', [])",
+    ],
+    ids=["help", "at once", "left over at the end"],
+)
+def test_a_command_is_silent_where_its_reader_has_gone(call: str) -> None:
     program = (
+        "import dataclasses, sys, time\n"
         "from lingua import args\n"
-        "args.help_text = lambda *_: 'many words\\n' * 100_000\n"  # more than a pipe holds
-        "args.cli(object, print, 'prog', ['--help'])"
+        "@dataclasses.dataclass\n"
+        "class Given: pass\n"
+        "print('many words', flush=True)\n" + call
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -138,4 +183,12 @@ def test_help_into_a_pipe_that_closes_early_is_silent() -> None:
     assert process.stdout.readline() == "many words\n"
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait() == 0
+    assert process.wait() == 141  # as the shell says of a command that SIGPIPE ended
+
+
+def test_another_broken_pipe_is_not_taken_for_that_of_the_reader(capfd: pytest.CaptureFixture) -> None:
+    def run(_: Outer) -> None:
+        raise BrokenPipeError("of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        cli(Outer, run, "prog", ["path=a"])
