@@ -6,6 +6,9 @@ import json
 import os
 import platform
 import subprocess
+import time
+import traceback
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,34 @@ def write_result(out: str, result: dict[str, Any]) -> None:
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     Path(out).write_text(text + "\n")
     print(text)
+
+
+def run_parts(
+    parts: dict[str, Callable[[], dict[str, Any]]], minutes: float, keep: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
+    """What each part returns, by name, with its ``seconds``.
+
+    A part that fails has the traceback under ``failed``; one that would begin after ``minutes`` has ``not run``.
+
+    Args:
+        keep: called with all results so far after each part.
+    """
+    begun = time.monotonic()
+    results: dict[str, Any] = {}
+    for part, run in parts.items():
+        started = time.monotonic()
+        if started - begun > 60 * minutes:
+            results[part] = {"not run": f"{minutes:g} minutes were over"}
+            continue
+        print(f"{part} ...", flush=True)
+        try:
+            results[part] = run()
+        except Exception:
+            results[part] = {"failed": traceback.format_exc()[-4000:]}
+        results[part]["seconds"] = round(time.monotonic() - started, 1)
+        if keep is not None:
+            keep(results)
+    return results
 
 
 def _commit() -> str | None:

@@ -20,7 +20,6 @@ import re
 import subprocess
 import tempfile
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.backends import backend_errors, milliseconds
-from benchmarks.common import environment, write_result
+from benchmarks.common import environment, run_parts, write_result
 from benchmarks.contestants import Size, ours
 from benchmarks.gpu_smoke import train
 from benchmarks.made_up import prepare_text
@@ -271,23 +270,15 @@ def main(args: GpuArgs) -> None:
     """Run the parts, write the JSON after each in case the time runs out, print the bars."""
     begun, device = time.monotonic(), pick_device()
     is_gpu = device.type == "cuda"
-    found: dict[str, Any] = {}
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(args, device, GPU_SIZE if is_gpu else TOY_SIZE, Path(name), {})
         prepare_text(bench.folder, "roberta")
-        for part, run in parts(bench).items():
-            started = time.monotonic()
-            if started - begun > 60 * args.minutes:
-                found[part] = {"not run": f"{args.minutes:g} minutes were over"}
-                continue
-            print(f"{part} ...", flush=True)
-            try:
-                found[part] = run()
-            except Exception:
-                found[part] = {"failed": traceback.format_exc()[-4000:].replace(name, "RUNS")}
-            found[part]["seconds"] = round(time.monotonic() - started, 1)
+
+        def keep(found: dict[str, Any]) -> None:
             Path(args.out).write_text(json.dumps({"bars": bars(bench.figures), "parts": found}))
+
+        found = run_parts(parts(bench), args.minutes, keep)
     result = {
         "device": torch.cuda.get_device_name(device) if is_gpu else "CPU, at toy size: there is no GPU here",
         "driver": driver() if is_gpu else None,

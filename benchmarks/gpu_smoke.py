@@ -21,10 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from benchmarks.backends import backend_errors
-from benchmarks.common import environment, write_result
+from benchmarks.common import environment, run_parts, write_result
 from benchmarks.made_up import prepare_text
 from lingua.args import cli, parse
 from lingua.attention import BACKENDS, check_attention
@@ -269,28 +269,13 @@ def main(args: GpuSmokeArgs) -> None:
     """Run all parts, write the JSON, and raise UserError if a check failed."""
     begun, device = time.monotonic(), pick_device()
     is_gpu = device.type == "cuda"
-    parts = {f"training {app}": (lambda smoke, app=app: training(smoke, app)) for app in APPS}
-    parts |= {"FSDP2 on one rank": one_rank_fsdp, "waits": waits}
-    parts |= {
-        f"attention {backend}": (lambda smoke, backend=backend: attention_backend(smoke, backend))
-        for backend in BACKENDS[1:]
-    }
-    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        size = GPU_SIZE if is_gpu else TOY_SIZE
-        smoke = Smoke(args, device, size, folder, prepare_text(folder, "roberta"))
-        for part, run in parts.items():
-            started = time.monotonic()
-            if started - begun > 60 * args.minutes:
-                results[part] = {"not run": f"{args.minutes:g} minutes were over"}
-                continue
-            print(f"{part} ...", flush=True)
-            try:
-                results[part] = run(smoke)
-            except Exception:
-                results[part] = {"failed": traceback.format_exc()[-4000:]}
-            results[part]["seconds"] = round(time.monotonic() - started, 1)
+        smoke = Smoke(args, device, GPU_SIZE if is_gpu else TOY_SIZE, folder, prepare_text(folder, "roberta"))
+        parts = {f"training {app}": partial(training, smoke, app) for app in APPS}
+        parts |= {"FSDP2 on one rank": partial(one_rank_fsdp, smoke), "waits": partial(waits, smoke)}
+        parts |= {f"attention {backend}": partial(attention_backend, smoke, backend) for backend in BACKENDS[1:]}
+        results = run_parts(parts, args.minutes)
     failed = [part for part, result in results.items() if "failed" in result]
     failed += [check["name"] for check in smoke.checks if not check["met"]]
     result = {
