@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lingua.errors import UserError, check_fields
-from lingua.evaluation.tables import read_rows, tsv_lines
+from lingua.evaluation.tables import is_blank, read_rows, tsv_lines
 from lingua.files import PACKED_ENDINGS, check_unchanged, list_files
 from lingua.frozen import HALF_PAIR, has_half_pair
 
@@ -187,6 +187,8 @@ def read_ids(path: str) -> Iterator[tuple[str, str, str]]:
             tsv_lines(file.path) if is_tsv else ((line, list(row.values())) for line, row in read_rows(file.path))
         )
         for line, values in lines:
+            if is_tsv and is_blank(values):
+                continue
             if len(values) < 2 or not isinstance(values[1], str):
                 raise UserError(f"{file.path}, line {line}: expected an id and a text, found {str(values)[:80]}")
             yield f"{file.path}, line {line}", str(values[0]), values[1]

@@ -9,7 +9,7 @@ from lingua.errors import UserError
 from lingua.evaluation.tables import read_rows
 from lingua.files import InputFile, check_unchanged, list_files
 from lingua.frozen import HALF_PAIR, has_half_pair
-from lingua.preparation.readers import BadLine, ReaderArgs, blocks, parse
+from lingua.preparation.readers import EMPTY_LINE, BadLine, ReaderArgs, blocks, parse
 
 TABLE_ENDINGS = (".csv", ".tsv")
 
@@ -58,6 +58,8 @@ def _document_rows(file: InputFile, column: str) -> Iterator[Text]:
             for row in sorted([*parsed.documents, *parsed.bad], key=lambda row: row.line):
                 if not isinstance(row, BadLine):
                     yield Text(row.path, row.line, row.text)
+                elif row.reason == EMPTY_LINE:  # passed over, as in tables
+                    continue
                 elif row.line == 1 and row.reason.startswith("no column"):  # so it is with all rows
                     raise UserError(f"{row.path}, line 1: {row.reason}")
                 else:

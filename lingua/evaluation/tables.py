@@ -26,7 +26,7 @@ def read_rows(path: str) -> Iterator[Row]:
     column names, quotes are characters like any other. ``.parquet``: rows are counted instead of lines. ``.conll``,
     ``.iob``, ``.iob2``, ``.bio`` or ``.txt``: a word a line with its tags in columns, an empty line after a sentence; a
     row is a sentence with ``words`` (the first column), ``tags`` (the last) and ``column_1`` ... (all but the first).
-    UTF-8, without empty rows for empty lines; ``.gz`` or ``.zst`` behind any but parquet. On a disk or anywhere fsspec
+    UTF-8, without rows for blank lines; ``.gz`` or ``.zst`` behind any but parquet. On a disk or anywhere fsspec
     reaches.
 
     Raises:
@@ -54,6 +54,11 @@ def tsv_lines(path: str) -> Iterator[tuple[int, list[str]]]:
     """(line number from 1, fields) of a file of tab-separated fields in which quotes mean nothing."""
     for number, line in enumerate(_lines(path), start=1):
         yield number, line.rstrip("\r\n").split("\t")
+
+
+def is_blank(values: list[Any]) -> bool:
+    """Whether these are the fields of a line with nothing on it but white space; such lines are passed over."""
+    return len(values) < 2 and not "".join(map(str, values)).strip()
 
 
 def _lines(path: str) -> Iterator[str]:
@@ -124,7 +129,7 @@ def _named(path: str, lines: Iterator[tuple[int, list[str]]]) -> Iterator[Row]:
     """Rows of lines of fields, of which the first names the columns."""
     columns: list[str] | None = None
     for number, values in lines:
-        if values in ([], [""]):  # an empty line
+        if is_blank(values):
             continue
         if columns is None:
             columns = values

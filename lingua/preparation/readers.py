@@ -22,6 +22,7 @@ from lingua.preparation.columns import arrow_rows, dataset_rows, parquet_rows
 FORMATS = ("auto", "jsonl", "text", "parquet", "arrow")
 DOCUMENTS = ("file", "paragraph", "line")
 BLOCK_BYTES = 1 << 20
+EMPTY_LINE = "empty line, expected a JSON object"
 
 
 @dataclass
@@ -228,7 +229,7 @@ def _whole(stream: BinaryIO, limit: int) -> Iterator[Piece]:
 
 def _json_text(raw: bytes, column: str) -> str:
     if not raw.strip():
-        raise UserError("empty line, expected a JSON object")
+        raise UserError(EMPTY_LINE)
     row: Any = json.loads(raw.decode("utf-8"))
     if not isinstance(row, dict):
         raise UserError(f"expected a JSON object, found {type(row).__name__}")

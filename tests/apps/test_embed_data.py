@@ -12,8 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from apps.embed.batches import Batches, held_out, share, spread_duplicates
-from apps.embed.data import PairArgs
+from apps.embed.data import BadRows, PairArgs, read_ids, read_pairs
 from apps.embed.store import Store, build, store_folder
+from apps.embed.texts import read_texts
 from lingua.args import build as build_args
 from lingua.errors import UserError
 from lingua.features import TextEncoder
@@ -159,6 +160,37 @@ def test_wrong_columns_broken_lines_and_missing_files_are_named(tmp_path: Path) 
         with pytest.raises(UserError, match=rf"{name}: rows are read from \.jsonl, \.csv, \.tsv .*or \.parquet$"):
             open_store(tmp_path, tmp_path / name)
     assert not list(tmp_path.glob("*/manifest.json"))
+
+
+BLANK = {
+    "jsonl": ["", '{"query": "q 1", "positive": "p 1"}', "", " \t ", '{"query": "q 2", "positive": ""}', ""],
+    "csv": ["", "query,positive", "q 1,p 1", "", "  ", '"q 2",""', ""],
+    "tsv": ["", "query\tpositive", "q 1\tp 1", "", "  ", "q 2\t", ""],
+}
+
+
+@pytest.mark.parametrize("ending", BLANK)
+def test_blank_lines_are_passed_over_by_all_readers_and_lines_are_those_of_the_file(
+    tmp_path: Path, ending: str
+) -> None:
+    path = tmp_path / f"rows.{ending}"
+    path.write_text("\n".join(BLANK[ending]) + "\n")
+    at = [number for number, line in enumerate(BLANK[ending], start=1) if "q " in line]
+    assert [(t.line, t.text, t.bad) for t in read_texts(str(path), "query")] == [(at[0], "q 1", ""), (at[1], "q 2", "")]
+    bad = BadRows("skip")
+    assert [(row.place, row.query, row.positive) for row in read_pairs(str(path), bad)] == [
+        (f"{path}, line {at[0]}", "q 1", "p 1")
+    ]
+    assert bad.examples == [f"{path}, line {at[1]}: positive is empty"]
+
+
+def test_blank_lines_among_ids_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "queries.tsv"
+    path.write_text("\n7\task one\n\n  \n8\task two\n\n")
+    assert list(read_ids(str(path))) == [(f"{path}, line 2", "7", "ask one"), (f"{path}, line 5", "8", "ask two")]
+    path.write_text("7\task one\n\n8\n")
+    with pytest.raises(UserError, match=r"queries\.tsv, line 3: expected an id and a text, found \['8'\]"):
+        list(read_ids(str(path)))
 
 
 def test_long_texts_are_cut_and_counted_and_prompts_count_too(tmp_path: Path) -> None:
