@@ -36,6 +36,7 @@ class PoolerArgs:
             "kind": (self.kind in KINDS, f"one of {', '.join(KINDS)}"),
             "n_queries": (self.n_queries >= 1, "at least 1"),
             "n_layers": (self.n_layers == -1 or self.n_layers >= 1, "at least 1, or -1 for the predictor's"),
+            "position": (self.position >= 0, "at least 0, where the text begins"),
             "warm_start": (not self.warm_start or self.kind == "attention", "false, but for pooler.kind=attention"),
         }
         check_fields("pooler", self, checks)

@@ -66,6 +66,12 @@ class EmbedTrainArgs(RunArgs):
             raise UserError("compile=true: batches of texts differ in length, and blocks would be compiled for each")
         if self.stats.every and self.backbone.startswith("hf:"):
             raise UserError("stats.every: statistics of activations are of our own encoders; leave it out")
+        longest = max(self.data.max_length.query, self.data.max_length.passage)
+        if self.pooler.position >= longest:
+            raise UserError(
+                f"pooler.position={self.pooler.position}: expected a place in the texts, which have at most {longest} "
+                "tokens (data.max_length)"
+            )
         if self.cache_states and not self.freeze:
             raise UserError("cache_states=true needs freeze=true: an encoder that learns gives other states each step")
 

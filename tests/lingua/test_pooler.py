@@ -85,6 +85,7 @@ def test_impossible_poolers_are_named() -> None:
         Pooler(PoolerArgs(warm_start=True), SHAPE)
     with pytest.raises(UserError, match=r"n_layers=3: the predictor has 2 blocks"):
         Pooler(PoolerArgs(warm_start=True, n_layers=3), SHAPE, SHAPES["plain"])
-    for change in ({"kind": "median"}, {"n_queries": 0}, {"n_layers": 0}, {"kind": "mean", "warm_start": True}):
+    bad = ({"kind": "median"}, {"n_queries": 0}, {"n_layers": 0}, {"kind": "mean", "warm_start": True})
+    for change in (*bad, {"position": -1}):
         with pytest.raises(UserError, match=rf"pooler\.{list(change)[-1]}="):
             replace(PoolerArgs(), **change)
