@@ -22,7 +22,7 @@ from lingua.errors import UserError
 from lingua.features import load_encoder, run_folder
 from lingua.files import optional
 from lingua.frozen import FrozenEncoder, Sequences, usable_device
-from lingua.hf_encoder import HFEncoder, load_hf_encoder, not_loaded
+from lingua.hf_encoder import HFEncoder, check_folder, load_hf_encoder, not_loaded
 from lingua.pooler import Pooler, PoolerArgs
 from lingua.predictor import Predictor, PredictorArgs
 from lingua.transformer import Encoder, TransformerArgs
@@ -155,6 +155,7 @@ class SentenceTransformerEmbedder:
         trust_remote_code: bool = False,
     ) -> None:
         library = optional("sentence_transformers", f"st:{name}", "requirements-eval.txt")
+        check_folder(name, "st")
         try:
             self.model = library.SentenceTransformer(
                 name, device=usable_device(device), trust_remote_code=trust_remote_code

@@ -136,15 +136,21 @@ class HFEncoder(FrozenEncoder):
     def _check(self) -> None:
         """Raise UserError unless the last block's state, normed, is the model's own last hidden state."""
         name = type(self.model).__name__
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            raise UserError(f"{name} is an encoder with a decoder: give a model that is an encoder alone")
         if self._blocks is None:
             raise UserError(f"{name} has no list of {self.n_layers} blocks: its layers cannot be told apart")
         if self.pad_id is None:
             self.pad_id = 0  # masked out, so any id will do
         ids = torch.arange(4, device=self.device)[None]
         types = torch.zeros_like(ids) if self._has_types else None
-        states, last_BSD = self._forward(ids, types, torch.tensor([4], device=self.device), {self.n_layers})
+        length = torch.tensor([4], device=self.device)
+        states, last_BSD = self._forward(ids, types, length, {self.n_layers})
         x_BSD = states[self.n_layers] if self.norm is None else self.norm(states[self.n_layers])
         if x_BSD.shape != last_BSD.shape or not torch.allclose(x_BSD, last_BSD, atol=1e-4):
+            other_BSD = self._forward(ids + (ids == 3), types, length, set())[1]  # after another last token
+            if torch.allclose(other_BSD[:, :-1], last_BSD[:, :-1]) and not torch.allclose(other_BSD, last_BSD):
+                raise UserError(f"{name} is a decoder, whose tokens see only those before them: give an encoder")
             raise UserError(f"{name}: what it does after its last block is not known here: {FINAL_NORMS} are")
 
 
@@ -162,10 +168,12 @@ def load_hf_encoder(
         trust_remote_code: run the Python files that come with the model (NeoBERT needs it).
 
     Raises:
-        UserError: no such model, no connection, weights that are not those of an encoder, or too long a sequence.
+        UserError: no such model, no connection, weights that are not those of an encoder, a decoder, or too long a
+            sequence.
     """
     if (Path(name) / "config.yaml").is_file() and not (Path(name) / "config.json").is_file():
         raise UserError(f"hf:{name}: is a run of this library, not a model of transformers: give ckpt={name}")
+    check_folder(name, "hf")
     try:
         import transformers
     except ImportError as error:
@@ -203,6 +211,18 @@ def load_hf_encoder(
         raise UserError(
             f"hf:{name}: {type(model).__name__} cannot be used as an encoder: {' '.join(str(error).split())[:300]}"
         ) from None
+
+
+def check_folder(name: str, kind: str) -> None:
+    """Raise UserError if ``name`` is written as a path, as no id on the hub can be, and no folder is there.
+
+    Args:
+        kind: hf | st, what stands before the name.
+    """
+    if (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise UserError(
+            f"{kind}:{name}: there is no folder {Path(name).absolute()}: give that of a model, or its id on the hub"
+        )
 
 
 def not_loaded(name: str, error: Exception) -> UserError:

@@ -79,7 +79,7 @@ def test_mistakes_are_named(run: Path, tmp_path: Path) -> None:
         model.encode("text")
     with pytest.raises(UserError, match=r"text 1 .* has no token"):
         model.encode(["a dog", ""])
-    with pytest.raises(UserError, match=r"^st:.*: cannot be loaded"):
+    with pytest.raises(UserError, match=r"^st:.*none: there is no folder .*/none"):
         load_embedder(f"st:{tmp_path}/none", device="cpu")
     with pytest.raises(UserError, match="no such run or checkpoint"):
         load_embedder(tmp_path / "none")

@@ -148,8 +148,13 @@ def test_what_is_no_text_is_refused(bert: Path, bad: object) -> None:
 
 
 def test_models_that_cannot_be_used_are_refused(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"hf:.*nowhere: cannot be loaded: .*; check the id or folder"):
-        load_hf_encoder(str(tmp_path / "nowhere"))
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path / "nowhere"), "./nowhere", "~/nowhere", "runs/bert/nowhere"):
+        with pytest.raises(UserError, match=rf"^hf:{name}: there is no folder {tmp_path}.*/nowhere: give that"):
+            load_hf_encoder(name)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"hf:.*empty: cannot be loaded: .*; check the id or folder"):
+        load_hf_encoder(str(tmp_path / "empty"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").touch()
     with pytest.raises(UserError, match=r"hf:.*run: is a run of this library, .*: give ckpt=.*run"):
@@ -166,8 +171,19 @@ def test_models_that_cannot_be_used_are_refused(bert: Path, tmp_path: Path, monk
     size = {"vocab_size": 200, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
     transformers.T5Model(transformers.T5Config(**size)).save_pretrained(tmp_path / "t5")
     transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / "t5")
-    with pytest.raises(UserError, match=r"hf:.*t5: T5Model cannot be used as an encoder: You must specify"):
+    with pytest.raises(UserError, match=r"T5Model is an encoder with a decoder: give a model that is an encoder alone"):
         load_hf_encoder(str(tmp_path / "t5"))
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "OPT", "GPTNeoX", "Bloom"])
+def test_a_decoder_is_called_one(bert: Path, tmp_path: Path, kind: str) -> None:
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 200}
+    more = {"OPT": {"word_embed_proj_dim": 32, "ffn_dim": 48}, "GPTNeoX": {"intermediate_size": 48}}.get(kind, {})
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**size, **more))
+    model.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"{kind}Model is a decoder, whose tokens see only those before them: give an"):
+        load_hf_encoder(str(tmp_path))
 
 
 def test_an_unknown_ending_of_a_model_is_refused(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
