@@ -55,7 +55,7 @@ class EmbeddingsArgs:
 
     out: str = "???"  # JSON file to write
     seeds: list[int] = field(default_factory=lambda: [6, 7, 8])  # of encoders and poolers
-    encoders: str = "runs/quickstart_seeds"  # SEED/bert and SEED/crossbert; what is not there is trained
+    encoders: str = "runs/quickstart_seeds"  # SEED/bert and SEED/crossbert; what is not finished is trained
     runs: str = "runs/embeddings"  # run folders; finished ones are not repeated
     data: str = "data/embeddings"  # where the pairs go; those that are there are used
     train: list[str] = field(default_factory=list)  # more key=value for every pooler, for a smaller try
@@ -71,12 +71,12 @@ def main(args: EmbeddingsArgs) -> None:
         write_pairs(data, wordnet_lines())
     found: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
     for seed in args.seeds:
-        for name, (app, settings) in WAYS.items():
+        for app in ("bert", "crossbert"):  # a finished one says so and ends
             encoder = Path(args.encoders) / str(seed) / app
-            if not (encoder / "checkpoints").is_dir():
-                words = [f"config=apps/{app}/configs/quickstart.yaml", f"dump_dir={encoder}", f"seed={seed}"]
-                run_module(f"apps.{app}.train", *words)
-            run = encoder
+            words = [f"config=apps/{app}/configs/quickstart.yaml", f"dump_dir={encoder}", f"seed={seed}"]
+            run_module(f"apps.{app}.train", *words)
+        for name, (app, settings) in WAYS.items():
+            run = encoder = Path(args.encoders) / str(seed) / app
             if settings is not None:
                 run = Path(args.runs) / str(seed) / re.sub(r"\W+", "_", name)
                 words = train_words(encoder, run, data, seed)

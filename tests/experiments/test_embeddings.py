@@ -55,6 +55,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
     small = ["epochs=null", "steps=3", "batch_queries=8", "data.max_length={query: 64, passage: 80}", "dtype=fp32"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
+        asked: list[tuple[str, ...]] = []
+        patch.setattr(embeddings, "run_module", lambda *words: asked.append(words))
         args = EmbeddingsArgs(
             out=str(folder / "out.json"),
             seeds=[0, 1],
@@ -64,6 +66,12 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
             train=[*small, "logging.tensorboard=false"],
         )
         embeddings.main(args)
+    # However far they are: the training itself knows whether it is finished.
+    assert [(words[0], *words[2:]) for words in asked] == [
+        (f"apps.{app}.train", f"dump_dir={folder}/encoders/{seed}/{app}", f"seed={seed}")
+        for seed in (0, 1)
+        for app in ("bert", "crossbert")
+    ]
     return json.loads((folder / "out.json").read_text()), folder
 
 
