@@ -301,8 +301,7 @@ def load_encoder_weights(path: str | Path) -> tuple[Encoder, dict[str, Any]]:
     config = read_yaml(folder / "config.yaml") | (read_state(folder).get("backbone") or {})
     if "hf" in config:
         raise UserError(f"{folder}: its encoder is {config['hf']} of Hugging Face, trained on: use load_embedder")
-    fields = TransformerArgs.__dataclass_fields__
-    encoder = Encoder(TransformerArgs(**{k: v for k, v in config["model"].items() if k in fields}))
+    encoder = Encoder(TransformerArgs.of(config["model"]))
     state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
     if f"model.{BASE}" in Reader(folder).read_metadata().state_dict_metadata:
         state[BASE] = torch.empty_like(state[EMBEDDING])

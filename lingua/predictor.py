@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lingua.attention import Mask
 from lingua.errors import check_fields
+from lingua.rotary import rotary_angles
 from lingua.transformer import (
     CrossAttention,
     Encoder,
@@ -20,7 +21,6 @@ from lingua.transformer import (
     SelfAttention,
     TransformerArgs,
     check_heads,
-    rotary_angles,
 )  # fmt: skip
 
 
@@ -85,7 +85,8 @@ class Predictor(nn.Module):
         dim = encoder.dim if args.dim == -1 else args.dim
         n_heads = encoder.n_heads if args.n_heads == -1 else args.n_heads
         check_heads("model.predictor", dim, n_heads)
-        self.head_dim, self.rope_theta = dim // n_heads, encoder.rope_theta
+        self.head_dim = dim // n_heads
+        self.rope_theta, self.rope_scaling = encoder.rope_theta, encoder.rope_scaling
         self.mask_vector = nn.Parameter(torch.empty(dim))
         self.layers = nn.ModuleList(
             PredictorBlock(dim, n_heads, encoder, args.self_attention) for _ in range(args.n_layers)
@@ -130,8 +131,8 @@ class Predictor(nn.Module):
         Returns:
             [B, M, D] of the encoder's width, ready for the output matrix.
         """
-        rotary = rotary_angles(hidden_BM, self.head_dim, self.rope_theta)
-        source_rotary = rotary_angles(visible_BT, self.head_dim, self.rope_theta)
+        rotary = rotary_angles(hidden_BM, self.head_dim, self.rope_theta, self.rope_scaling)
+        source_rotary = rotary_angles(visible_BT, self.head_dim, self.rope_theta, self.rope_scaling)
         x_BMD = self.mask_vector.expand(*hidden_BM.shape, -1)
         sources = visible_BTD if isinstance(visible_BTD, list) else [visible_BTD] * len(self.layers)
         for layer, source_BTD in zip(self.layers, sources, strict=True):

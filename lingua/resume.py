@@ -116,17 +116,16 @@ def check_init(checkpoint: Path, model: TransformerArgs, fresh: list[str]) -> No
     """
     if "encoder" in fresh:
         return
-    found = read_yaml(checkpoint / "config.yaml")["model"]
-    fields = TransformerArgs.__dataclass_fields__
-    theirs = TransformerArgs(**{key: value for key, value in found.items() if key in fields})
+    theirs = TransformerArgs.of(read_yaml(checkpoint / "config.yaml")["model"])
     for name in ("n_heads", "head_size"):
         if getattr(theirs, name) != getattr(model, name):
             raise UserError(
                 f"init.path: the encoder of {checkpoint} has {theirs.n_heads} heads of {theirs.head_size}, this config "
                 f"means {model.n_heads} of {model.head_size}: use the `model` section of its config.yaml"
             )
-    for name in ("rope_theta", "norm_eps"):
-        was, now = getattr(theirs, name), getattr(model, name)
+    old, new = flat(to_dict(theirs)), flat(to_dict(model))
+    for name in (name for name in old if name.startswith(("rope_", "norm_eps"))):
+        was, now = old[name], new[name]
         if not math.isclose(was, now, rel_tol=1e-6):  # files of models may have rounded it
             log.warning("starting from %s with model.%s=%s instead of %s", checkpoint, name, now, was)
 

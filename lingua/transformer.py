@@ -1,8 +1,8 @@
 """The backbone: a pre-norm encoder, bidirectional but for its mask, and the layers that other models share with it.
 
-RMSNorm, RoPE (half-split layout, as in Hugging Face), SwiGLU, no dropout, and no biases unless asked for. Shapes are
-written as suffixes: B rows, S positions, M hidden positions, T positions of the keys, D width, H heads, K head size,
-F feed-forward width, V vocabulary.
+RMSNorm, rotary positions, SwiGLU, no dropout, and no biases unless asked for. Shapes are written as suffixes: B rows,
+S positions, M hidden positions, T positions of the keys, D width, H heads, K head size, F feed-forward width,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lingua.attention import BACKENDS, Mask, attention
 from lingua.errors import UserError, check_fields
 from lingua.hashing import counter_hash, text_hash
+from lingua.rotary import RopeScaling, apply_rotary, rotary_angles
 
 BIASES = ("qkv", "wo", "ffn")  # layers that may have them
 
@@ -35,6 +37,7 @@ class TransformerArgs:
     n_kv_heads: int = -1  # heads of keys and values, each for several heads of queries (GQA); -1: n_heads
     head_dim: int = -1  # channels of a head, an even number; -1: dim / n_heads
     rope_theta: float = 10000.0  # base of the rotary position frequencies (not in the paper)
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower, for longer rows than those trained on
     norm_eps: float = 1e-5  # epsilon of RMSNorm (not in the paper)
     init_std: float = 0.02  # standard deviation of every weight at the start (Appendix I)
     init_truncate: float = 0.0  # redraw weights beyond this many standard deviations; 0: keep all (not in the paper)
@@ -73,6 +76,12 @@ class TransformerArgs:
         if self.head_dim == -1:
             check_heads("model", self.dim, self.n_heads)
 
+    @classmethod
+    def of(cls, model: dict[str, Any]) -> TransformerArgs:
+        """The encoder's shape in the ``model`` section of a config, which may know other keys, or fewer."""
+        known = {name: value for name, value in model.items() if name in cls.__dataclass_fields__}
+        return cls(**known | {"rope_scaling": RopeScaling(**model.get("rope_scaling", {}))})
+
     @property
     def head_size(self) -> int:
         """Channels of a head."""
@@ -102,28 +111,6 @@ def check_heads(name: str, dim: int, n_heads: int) -> None:
 def ffn_width(dim: int) -> int:
     """Width of the SwiGLU layer: 8/3 of ``dim`` rounded up to a multiple of 256 (Tables 10 and 11)."""
     return 256 * -(-int(8 * dim / 3) // 256)
-
-
-def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles, float32.
-
-    Args:
-        positions: [S] for positions shared by all rows, or [B, S]; int64.
-
-    Returns:
-        two tensors [S, 1, K] or [B, S, 1, K], to broadcast over heads.
-    """
-    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angles = positions[..., None, None].float() * inverse
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def apply_rotary(x_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of channels (k, k + K/2) by its angle; same dtype as ``x``."""
-    first, second = x_BSHK.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return x_BSHK * cos.to(x_BSHK.dtype) + rotated * sin.to(x_BSHK.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -271,7 +258,7 @@ class Encoder(nn.Module):
         """Yield the residual stream [B, S, D] before the first block and after each, without final norm."""
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        rotary = rotary_angles(positions, self.args.head_size, self.args.rope_theta)
+        rotary = rotary_angles(positions, self.args.head_size, self.args.rope_theta, self.args.rope_scaling)
         x_BSD = self.embedding(tokens_BS)
         if base_VD is not None:
             x_BSD = x_BSD + F.embedding(tokens_BS, base_VD)

@@ -18,7 +18,8 @@ from lingua.flops import ForwardFlops, block_flops, matrix_parameters, product_f
 from lingua.hashing import counter_hash
 from lingua.loss import cross_entropy, sample_tokens
 from lingua.masking import View, hidden_count, target_weights
-from lingua.transformer import Encoder, EncoderBlock, RMSNorm, TransformerArgs, check_heads, init_weights, rotary_angles
+from lingua.rotary import rotary_angles
+from lingua.transformer import Encoder, EncoderBlock, RMSNorm, TransformerArgs, check_heads, init_weights
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Generator(nn.Module):
     def forward(self, inputs_BS: Tensor, embedding_VD: Tensor, hidden_BM: Tensor, mask: Mask | None) -> Tensor:
         """States [B, M, D] of the encoder's width at the masked positions, ready for the output matrix."""
         positions = torch.arange(inputs_BS.shape[1], device=inputs_BS.device)
-        rotary = rotary_angles(positions, self.args.head_size, self.args.rope_theta)
+        rotary = rotary_angles(positions, self.args.head_size, self.args.rope_theta, self.args.rope_scaling)
         x_BSD = self.into(F.embedding(inputs_BS, embedding_VD))
         for layer in self.layers:
             x_BSD = layer(x_BSD, rotary, mask)

@@ -29,6 +29,7 @@ from lingua.hub.export import (
 )
 from lingua.hub.vocabulary import to_library
 from lingua.pooler import Pooler
+from lingua.rotary import rotary_frequencies
 
 MODULE = Path(__file__).with_name("pooler_module.py")
 CODE = "crossattention_pooler.py"  # the copy of it that a folder brings
@@ -91,6 +92,9 @@ def pooling_module(pooler: Pooler, where: str) -> tuple[dict[str, Any], dict[str
         "norm_eps": predictor.norm.eps,
         "qk_norm": block.attention.qk_norm is not None,
     }
+    if predictor.rope_scaling.is_on:
+        frequencies_P = rotary_frequencies(predictor.head_dim, predictor.rope_theta, predictor.rope_scaling)
+        config["frequencies"] = frequencies_P.tolist()
     renamed = {"qk_norm.query": "query_norm", "qk_norm.key": "key_norm", "attention.": "", "ffn.": ""}
     weights = {}
     for name, value in state.items():

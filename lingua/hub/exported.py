@@ -78,8 +78,7 @@ def load_exported(folder: str | Path) -> Exported:
     about = json.loads((folder / OURS).read_text())
     if about.get("format") != FORMAT:
         raise UserError(f"{folder / OURS}: format {about.get('format')}, this code reads {FORMAT}")
-    fields = TransformerArgs.__dataclass_fields__
-    own = TransformerArgs(**{k: v for k, v in about["model"].items() if k in fields})
+    own = TransformerArgs.of(about["model"])
     config, tensors = read_source(folder)
     predictor = None
     if about["model"].get("predictor") is not None:

@@ -46,7 +46,7 @@ class CrossAttentionPooler(Module):
 
     config_keys = [
         "dim", "source_dim", "n_layers", "n_heads", "ffn_dim", "n_queries", "position", "rope_theta", "norm_eps",
-        "qk_norm",
+        "qk_norm", "frequencies",
     ]  # fmt: skip
 
     def __init__(
@@ -61,17 +61,19 @@ class CrossAttentionPooler(Module):
         rope_theta: float,
         norm_eps: float,
         qk_norm: bool,
+        frequencies: list[float] | None = None,
     ) -> None:
         """
         Args:
             dim, source_dim: width of the blocks and of the encoder, which is that of the vectors too.
             position: rotary position of the first query, where the text begins at 0.
+            frequencies: radians a position of each pair of a head's channels; None: those of ``rope_theta``.
         """
         super().__init__()
         self.dim, self.source_dim, self.n_layers, self.n_heads = dim, source_dim, n_layers, n_heads
         self.ffn_dim = ffn_dim
         self.n_queries, self.position, self.rope_theta = n_queries, position, rope_theta
-        self.norm_eps, self.qk_norm = norm_eps, qk_norm
+        self.norm_eps, self.qk_norm, self.frequencies = norm_eps, qk_norm, frequencies
         self.queries_QD = nn.Parameter(torch.zeros(n_queries, dim))
         self.layers = nn.ModuleList(
             Block(dim, source_dim, n_heads, ffn_dim, norm_eps, qk_norm) for _ in range(n_layers)
@@ -95,7 +97,10 @@ class CrossAttentionPooler(Module):
         """Cosine and sine of the rotary angles, [..., K] for positions [...]."""
         head_dim = self.dim // self.n_heads
         steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-        angles = positions[..., None].float() * self.rope_theta ** (-steps / head_dim)
+        frequencies = self.rope_theta ** (-steps / head_dim)
+        if self.frequencies is not None:
+            frequencies = torch.tensor(self.frequencies, device=positions.device)
+        angles = positions[..., None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 

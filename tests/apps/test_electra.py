@@ -21,7 +21,7 @@ from lingua.hashing import counter_hash
 from lingua.loss import add_up, sample_tokens
 from lingua.masking import View, mask_tokens, split_positions
 from lingua.metrics import read_metrics
-from lingua.transformer import rotary_angles
+from lingua.rotary import RopeScaling, rotary_angles
 from tests.ranks import run_ranks, train_ranks
 from tests.support import deterministic, run_app, tiny_words
 
@@ -29,8 +29,8 @@ SPECIAL = (0, 1, 2, 3, 4)
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 50, "init_std": 0.2}
 
 
-def tiny(**rtd: object) -> Electra:
-    return Electra(BertArgs(**SHAPE), RtdArgs(**{"n_layers": 1, **rtd}), SPECIAL, seed=1)
+def tiny(shape: dict | None = None, **rtd: object) -> Electra:
+    return Electra(BertArgs(**SHAPE, **(shape or {})), RtdArgs(**{"n_layers": 1, **rtd}), SPECIAL, seed=1)
 
 
 def inputs(rows: int = 4, seq_len: int = 12) -> tuple[Tensor, Tensor, View, Tensor, Tensor]:
@@ -60,7 +60,8 @@ def reference(model: Electra, batch: tuple[Tensor, Tensor, View, Tensor, Tensor]
     generator, own = model.generator, model.generator.embedding
     difference = model.encoder.embedding.weight
     embedding = difference if own is None else own.weight
-    rotary = rotary_angles(torch.arange(tokens.shape[1]), generator.args.dim // generator.args.n_heads, 10000.0)
+    head_dim = generator.args.dim // generator.args.n_heads
+    rotary = rotary_angles(torch.arange(tokens.shape[1]), head_dim, 10000.0, model.args.rope_scaling)
     generator_losses, bce, labels = [], [], []
     for row in range(len(tokens)):
         x = generator.into(embedding[masked[row]][None])
@@ -96,7 +97,17 @@ def reference(model: Electra, batch: tuple[Tensor, Tensor, View, Tensor, Tensor]
     return {"generator": means[0], "discriminator": means[1], "replaced": sum(labels), "positions": len(bce)}
 
 
-@pytest.mark.parametrize("rtd", [{}, {"dim": 16, "n_layers": 2}, {"disentangled": True}, {"loss_weight": 7.0}], ids=str)
+@pytest.mark.parametrize(
+    "rtd",
+    [
+        {},
+        {"dim": 16, "n_layers": 2},
+        {"disentangled": True},
+        {"loss_weight": 7.0},
+        {"shape": {"rope_scaling": RopeScaling(8.0, original_max_position_embeddings=4)}},
+    ],
+    ids=str,
+)
 def test_the_loss_equals_a_plain_float64_reference(rtd: dict) -> None:
     model = tiny(**rtd).double()
     if model.generator.embedding is not None:  # away from its start, where the difference is nothing

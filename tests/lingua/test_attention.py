@@ -14,8 +14,9 @@ from lingua.attention import attention, check_attention, document_mask, pack, ro
 from lingua.errors import UserError
 from lingua.masking import documents, same_document
 from lingua.predictor import PredictorArgs
+from lingua.rotary import rotary_angles
 from lingua.stats import attention_statistics
-from lingua.transformer import EncoderBlock, TransformerArgs, rotary_angles
+from lingua.transformer import EncoderBlock, TransformerArgs
 from tests.support import run_app, tiny_words
 
 

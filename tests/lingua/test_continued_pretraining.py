@@ -27,6 +27,7 @@ from lingua.hub.export import ExportArgs, export
 from lingua.hub.exported import load_exported
 from lingua.hub.importing import ImportArgs, import_model
 from lingua.metrics import read_metrics
+from lingua.rotary import RopeScaling
 from lingua.tokenizer import TokenizerArgs
 from lingua.transformer import TransformerArgs
 from tests.packages import unpack
@@ -35,13 +36,19 @@ from tests.support import ROOT, deterministic, made_up_documents, prepare, run_a
 
 TEXTS = made_up_documents(60)
 WORDS = 400  # ids of the vocabulary, special tokens included
+LLAMA3 = {  # positions of a row of 13 are beyond the original ones, and every pair of channels is slower
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
 UNUSED = 24  # rows of the embedding beyond them, as public models have
 CASES = {  # the model of transformers, and what its config says
     "llama": ("LlamaForCausalLM", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "llama_biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama_scaled": ("LlamaForCausalLM", {"num_key_value_heads": 2, "rope_parameters": LLAMA3}),
     "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 2}),
     "qwen2_tied": ("Qwen2ForCausalLM", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_scaled": ("Qwen3ForCausalLM", {"head_dim": 16, "rope_parameters": LLAMA3}),
     "qwen3_biases": ("Qwen3ForCausalLM", {"num_key_value_heads": 2, "head_dim": 6, "attention_bias": True}),
     "eurobert": ("EuroBertForMaskedLM", {"num_key_value_heads": 2}),
     "eurobert_biases": ("EuroBertForMaskedLM", {"attention_bias": True, "tie_word_embeddings": True}),
@@ -147,6 +154,57 @@ def test_logits_before_the_first_step_are_those_of_transformers(
     assert sum(parameter.numel() for parameter in model.parameters()) == total + tables * 32 * new
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_parameters": LLAMA3},
+        {"rope_scaling": LLAMA3},
+        {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}, "rope_theta": 100},  # before version 5
+        {"rope_scaling": {"type": "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}}},
+        {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"rope_scaling": None, "rope_parameters": LLAMA3, "rope_theta": 1e4},
+    ],
+    ids=str,
+)
+def test_scaled_positions_are_read_from_configs_of_any_version(keys: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_model(folder, "LlamaForCausalLM", {})
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    import_model(ImportArgs(source=str(folder), to=str(tmp_path / "run"), seq_len=32))
+    model = bert_of(tmp_path / "run")
+    assert model.args.rope_theta == 100.0
+    ids = torch.randint(0, WORDS, (2, 200), generator=torch.Generator().manual_seed(0))
+    ours, expected = logits_of(model, ids, CAUSAL), theirs(input_ids=ids).logits
+    torch.testing.assert_close(ours[..., :WORDS], expected[..., :WORDS], rtol=0, atol=1e-4)
+    model.encoder.args.rope_scaling = RopeScaling()
+    without = logits_of(model, ids, CAUSAL)
+    assert (without[:, 8:, :WORDS] - expected[:, 8:, :WORDS]).abs().max() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"factor": 0.5}, r"model\.rope_scaling\.factor=0\.5: expected a finite number, 1 \(off\) or more"),
+        ({"high_freq_factor": 1}, r"high_freq_factor=1\.0: expected a finite number above low_freq_factor=1\.0"),
+        ({"low_freq_factor": "1"}, "it has no number for low_freq_factor"),
+        ({"original_max_position_embeddings": None}, "it has no number for original_max_position_embeddings"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings=0: expected at least 1"),
+        *(({"rope_type": kind}, f"rope_type={kind} is not computed here") for kind in ("yarn", "dynamic", "longrope")),
+    ],
+)
+def test_impossible_scalings_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_model(folder, "LlamaForCausalLM", {})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": LLAMA3 | change}))
+    with pytest.raises(UserError, match=rf"model: rope_scaling=.*cannot be imported: .*{message}"):
+        import_model(ImportArgs(source=str(folder), to=str(tmp_path / "run")))
+
+
 def test_a_new_mask_token_starts_as_the_mean_row(sources: dict[str, tuple[Any, Path]]) -> None:
     theirs, run = sources["qwen2"]
     tokenizer, model = load_encoder(run, device="cpu").tokenizer, bert_of(run)
@@ -192,7 +250,7 @@ def trained(
 ) -> dict[str, Path]:
     """Run folders after 50 MLM steps each."""
     runs = {}
-    for case in ("llama", "llama_biases", "qwen2", "qwen3", "qwen3_biases"):
+    for case in ("llama", "llama_biases", "llama_scaled", "qwen2", "qwen3", "qwen3_scaled", "qwen3_biases"):
         runs[case] = tmp_path_factory.mktemp("trained") / case
         run_app("bert", words(sources[case][1], data, runs[case]))
     return runs
@@ -222,8 +280,10 @@ def test_a_run_resumes_where_it_stood(trained: dict[str, Path], sources: Any, da
     [
         ("llama", "eurobert", "EuroBertForMaskedLM"),
         ("llama_biases", "eurobert", "EuroBertForMaskedLM"),
+        ("llama_scaled", "eurobert", "EuroBertForMaskedLM"),
         ("qwen2", "eurobert", "EuroBertForMaskedLM"),  # whose output of attention has a bias: zero
         ("qwen3", "qwen3", "Qwen3ForCausalLM"),
+        ("qwen3_scaled", "qwen3", "Qwen3ForCausalLM"),
         ("qwen3_biases", "qwen3", "Qwen3ForCausalLM"),
     ],
 )
@@ -320,6 +380,11 @@ def test_a_run_of_another_shape_is_refused(sources: Any, data: Path, tmp_path: P
     run_app("bert", words(run, data, tmp_path / "c", **{"model.rope_theta": 1e4, "steps": 1}))
     log = (tmp_path / "c/train.log").read_text()
     assert "with model.rope_theta=10000.0 instead of 250000.0" in log
+    scaled = sources["llama_scaled"][1]
+    run_app("bert", words(scaled, data, tmp_path / "e", **{"model.rope_scaling.factor": 4, "steps": 1}))
+    log = (tmp_path / "e/train.log").read_text()
+    assert "with model.rope_scaling.factor=4.0 instead of 8.0" in log
+    assert log.count("with model.") == 1
     with pytest.raises(UserError, match=r"model\.tied=false goes without objective=rtd"):
         run_app("bert", words(sources["qwen2"][1], data, tmp_path / "d", objective="rtd"))
 
@@ -343,7 +408,7 @@ def test_an_electra_starts_from_an_import_with_a_fresh_generator_and_head(
         (
             "LlamaForCausalLM",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_parameters=.*linear.* cannot be imported: rotary positions are not scaled",
+            "rope_parameters=.* cannot be imported: rope_type=linear is not computed here: rotary positions",
         ),
         (
             "Qwen2ForCausalLM",

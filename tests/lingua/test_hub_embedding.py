@@ -20,6 +20,7 @@ from lingua.errors import UserError
 from lingua.hub.export import ExportArgs, export
 from lingua.pooler import Pooler, PoolerArgs
 from lingua.predictor import PredictorArgs
+from lingua.rotary import RopeScaling
 from lingua.saving import save
 from lingua.tokenizer import SentencePieceTokenizer, TokenizerArgs, build_tokenizer
 from lingua.transformer import Encoder, TransformerArgs
@@ -66,6 +67,11 @@ CASES = {
     "last": Case(PoolerArgs("last")),
     "attention": Case(PoolerArgs(n_queries=3, position=5), PredictorArgs(n_layers=2)),
     "attention_narrow": Case(PoolerArgs(), PredictorArgs(n_layers=1, dim=16), {"qk_norm": True, "rope_theta": 500.0}),
+    "attention_scaled": Case(
+        PoolerArgs(n_queries=2),
+        PredictorArgs(n_layers=1),
+        {"rope_theta": 100.0, "rope_scaling": RopeScaling(8.0, original_max_position_embeddings=8)},
+    ),
     "attention_hf": Case(PoolerArgs(), hf="bert"),
     "hf": Case(PoolerArgs("mean"), hf="roberta"),
 }

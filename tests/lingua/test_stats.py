@@ -18,8 +18,8 @@ from lingua.distributed import DistributedArgs, World, parallelize, start
 from lingua.errors import UserError
 from lingua.masking import View, complementary_views, split_positions
 from lingua.predictor import PredictorArgs
+from lingua.rotary import apply_rotary, rotary_angles
 from lingua.stats import Stats, StatsArgs, attention_statistics, parameter_statistics
-from lingua.transformer import rotary_angles
 from tests.ranks import run_ranks
 
 SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 2, "vocab_size": 97, "init_std": 0.1}
@@ -194,7 +194,7 @@ def check_the_numbers(records: list[dict]) -> None:
     out = block.attention(normed, rotary)
     assert record["activation/encoder.layers.2.attention/rms"] == pytest.approx(float(out.square().mean() ** 0.5))
     q, k, _ = block.attention.wqkv(normed).view(2, 16, 3, 2, 16).unbind(2)
-    q, k = (transformer.apply_rotary(x, *rotary) for x in (q, k))
+    q, k = (apply_rotary(x, *rotary) for x in (q, k))
     expected = attention_statistics(q, k)
     for name, value in zip(("entropy", "entropy_lowest_head", "logit_max"), expected, strict=True):
         assert record[f"attention/encoder.layers.2.attention/{name}"] == pytest.approx(float(value), rel=1e-5)

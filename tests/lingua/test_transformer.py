@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import inf, nan
 
 import pytest
@@ -9,15 +10,8 @@ from apps.bert.model import Bert, BertArgs
 from lingua.errors import UserError
 from lingua.optim import parameter_groups
 from lingua.predictor import PredictorArgs
-from lingua.transformer import (
-    CrossAttention,
-    Encoder,
-    TransformerArgs,
-    apply_rotary,
-    ffn_width,
-    init_weights,
-    rotary_angles,
-)
+from lingua.rotary import RopeScaling, apply_rotary, rotary_angles
+from lingua.transformer import CrossAttention, Encoder, TransformerArgs, ffn_width, init_weights
 
 SHAPE = {"dim": 64, "n_layers": 3, "n_heads": 4, "vocab_size": 211}
 
@@ -122,15 +116,6 @@ def test_layers_can_be_asked_in_any_order_and_from_the_end() -> None:
         encoder.encode(tokens, lengths, layers=(4,))
 
 
-def test_rotary_by_hand() -> None:
-    # Position 3, head size 4, theta 100: angles 3 and 3 / 10, turning channel pairs (0, 2) and (1, 3).
-    cos, sin = rotary_angles(torch.tensor([3]), 4, 100.0)
-    turned = apply_rotary(torch.tensor([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4), cos, sin).flatten()
-    c, s = torch.tensor([3.0, 0.3]).cos(), torch.tensor([3.0, 0.3]).sin()
-    expected = torch.stack((c[0] - 3 * s[0], 2 * c[1] - 4 * s[1], 3 * c[0] + s[0], 4 * c[1] + 2 * s[1]))
-    torch.testing.assert_close(turned, expected)
-
-
 @torch.no_grad()
 def test_cross_attention_equals_plain_loops_in_float64() -> None:
     torch.manual_seed(0)
@@ -225,6 +210,12 @@ def test_truncated_and_residual_scaled_initial_weights() -> None:
 def test_impossible_shapes_are_refused(shape: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         TransformerArgs(**shape)
+
+
+def test_a_shape_is_read_from_the_config_of_any_app_and_version() -> None:
+    args = TransformerArgs(**SHAPE, biases=["qkv"], rope_scaling=RopeScaling(factor=8.0))
+    assert TransformerArgs.of(asdict(args) | {"predictor": {"n_layers": 2}}) == args
+    assert TransformerArgs.of(dict(SHAPE)) == TransformerArgs(**SHAPE)  # written before there was rope_scaling
 
 
 def test_impossible_predictors_are_refused() -> None:
