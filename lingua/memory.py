@@ -111,6 +111,8 @@ def loss_bytes(matrix: tuple[int, ...], config: Any, micro_rows: int, low: int, 
     """
     vocab, dim = matrix
     share = config.masking.hidden_ratio * getattr(config.masking, "predicted_share", 1.0)
+    objectives = [getattr(config, "objective", ""), *(s.objective for s in getattr(config, "stages", {}).values())]
+    share = 1.0 if "clm" in objectives else share  # every token but a row's first is predicted
     positions = config.data.seq_len * share * micro_rows * _views_at_once(config)
     reduced = low if low < wide else 0
     logits = min(positions, CHUNK_ROWS[device]) * vocab

@@ -31,6 +31,7 @@ def make(
     vocab: int = 2000,
     shard: int = 1,
     predictor: dict[str, Any] | None = None,
+    objective: str = "mlm",
     **shape: Any,
 ) -> tuple:
     """An app's config at small size, and its model on the meta device; ``shape`` goes to its section ``model``."""
@@ -38,9 +39,10 @@ def make(
     model: dict[str, Any] = {"dim": 128, "n_layers": 4, "n_heads": 2, "vocab_size": vocab, **shape}
     if app == "crossbert":
         model["predictor"] = {"n_layers": 2, **(predictor or {})}
+    own = {"objective": objective} if app == "bert" else {}
     spread = {"activation_checkpointing": checkpointing, "dp_shard": shard}
     values = {"dump_dir": "x", "steps": 1, "dtype": dtype, "data": {"root_dir": "x", "seq_len": SEQ}}
-    config = build(script.config_class, ("test", values | {"model": model, "distributed": spread}))
+    config = build(script.config_class, ("test", values | own | {"model": model, "distributed": spread}))
     return config, meta_model(script.module, config)
 
 
@@ -62,7 +64,8 @@ def measure(app: str, passes: int = 1, **case: Any) -> float:
                     (view,) = complementary_views(rows_B, SEQ, 0.5, 0)
                     part = model(tokens_BS, view, weight_B)
                 else:
-                    part = model(tokens_BS, tokens_BS, split_positions(rows_B, SEQ, 0.2, 0), weight_B)
+                    view = None if config.objective == "clm" else split_positions(rows_B, SEQ, 0.2, 0)
+                    part = model(tokens_BS, tokens_BS, view, weight_B)
             part.loss.backward()
             parts.append(type(part)(*(value.detach() for value in part)))
             del part

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from apps.bert.stages import StageArgs
 from lingua.memory import MODES, Spread, backward_passes, training_memory
 from tests.allocations import ROWS, make, measure
 from tests.ranks import run_ranks
@@ -27,6 +28,7 @@ def estimate(app: str, passes: int = 1, ranks: int = 1, **case: Any) -> float:
         ("bert", {"passes": 2}),
         ("bert", {"checkpointing": "selective"}),
         ("bert", {"vocab": 20000}),
+        ("bert", {"objective": "clm", "vocab": 20000}),
         ("crossbert", {}),
         ("crossbert", {"checkpointing": "block", "passes": 2}),
         ("crossbert", {"dtype": "bf16"}),
@@ -66,6 +68,15 @@ def test_what_sharding_and_checkpointing_save() -> None:
     assert totals == sorted(totals, reverse=True)
     parameters = sum(p.numel() for p in model.parameters())
     assert (alone.weights, alone.optimizer) == (4 * parameters, 8 * parameters)
+
+
+def test_a_stage_of_clm_decides_as_it_predicts_every_position() -> None:
+    config, model = make("bert")
+    alone = training_memory(model, config, 64, 1, Spread()).loss
+    config.stages = {name: StageArgs(name) for name in ("clm", "mlm")}
+    both = training_memory(model, config, 64, 1, Spread()).loss
+    config.stages, config.objective = {}, "clm"
+    assert training_memory(model, config, 64, 1, Spread()).loss == both > alone
 
 
 def test_views_of_half_a_row_pass_together() -> None:
