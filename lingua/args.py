@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -234,11 +235,16 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file; expected a YAML config")
     try:
         with path.open() as file:
+            top = yaml.compose(file)
+            file.seek(0)
             values = OmegaConf.to_container(OmegaConf.load(file))
     except Exception as error:  # yaml's own errors and OmegaConf's
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from None
+    if isinstance(top, yaml.ScalarNode):  # text without any key, which OmegaConf takes for one
+        values = top.value
     if not isinstance(values, dict) or not values:
-        found = f"a {type(values).__name__}" if values else "an empty file"
+        text = f"only {' '.join(values.split())[:80]!r}" if isinstance(values, str) else f"a {type(values).__name__}"
+        found = text if values else "an empty file"
         raise UserError(f"{path}: expected a YAML mapping of keys to values, found {found}")
     return typing.cast("dict[str, Any]", values)
 

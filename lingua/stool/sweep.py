@@ -18,6 +18,7 @@ from lingua.hashing import counter_hash, text_hash
 from lingua.stool import records
 
 INDEX = "sweep.jsonl"
+MOST_SHOWN = 100  # characters of a value, in a message
 DRAWS = ("choice", "int", "uniform", "log_uniform")
 
 
@@ -46,10 +47,11 @@ def read_points(path: str) -> list[dict[str, str]]:
     ``n`` points. Draw i of a key is a function of (seed, key, i): more points later leave the first ones as they are.
     """
     values = read_yaml(path)
-    if set(values) == {"points"} and isinstance(values["points"], list):
-        if not values["points"] or not all(isinstance(point, dict) and point for point in values["points"]):
+    if set(values) == {"points"}:
+        points = values["points"]
+        if not isinstance(points, list) or not points or not all(isinstance(point, dict) and point for point in points):
             raise UserError(f"{path}: points: expected a list of mappings from keys to values")
-        return [{str(key): _text(value) for key, value in point.items()} for point in values["points"]]
+        return [{str(key): _text(value) for key, value in point.items()} for point in points]
     if set(values) == {"grid"}:
         grid = values["grid"]
         if not isinstance(grid, dict) or not grid or not all(isinstance(v, list) and v for v in grid.values()):
@@ -60,18 +62,26 @@ def read_points(path: str) -> list[dict[str, str]]:
         isinstance(values["draw"], dict) and values["draw"]
     ):
         raise UserError(
-            f"{path}: expected points:, grid:, or n:, draw: with keys, and perhaps seed:; found {', '.join(values)}"
+            f"{path}: expected points:, grid:, or n:, draw: with keys, and perhaps seed:; found "
+            f"{_cut(', '.join(map(str, values)))}"
         )
     n, seed = values["n"], values.get("seed", 0)
     if not isinstance(n, int) or n < 1 or not isinstance(seed, int):
-        raise UserError(f"{path}: n={n}, seed={seed}: expected whole numbers, n at least 1")
-    return [{key: _draw(path, key, spec, seed, i) for key, spec in values["draw"].items()} for i in range(n)]
+        raise UserError(f"{path}: n={_cut(n)}, seed={_cut(seed)}: expected whole numbers, n at least 1")
+    draws = {str(key): spec for key, spec in values["draw"].items()}
+    return [{key: _draw(path, key, spec, seed, i) for key, spec in draws.items()} for i in range(n)]
+
+
+def _cut(value: Any) -> str:
+    """As much of it as a message shows."""
+    text = str(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _draw(path: str, key: str, spec: Any, seed: int, i: int) -> str:
     kind, args = next(iter(spec.items())) if isinstance(spec, dict) and len(spec) == 1 else (None, None)
     if kind not in DRAWS or not isinstance(args, list) or not args:
-        raise UserError(f"{path}: draw.{key}={spec}: expected one of {', '.join(DRAWS)} with a list")
+        raise UserError(f"{path}: draw.{key}={_cut(spec)}: expected one of {', '.join(DRAWS)} with a list")
     share = (counter_hash(seed, text_hash(key), i) % 2**53) / 2**53  # in [0, 1)
     if kind == "choice":
         return _text(args[int(share * len(args))])
@@ -81,7 +91,7 @@ def _draw(path: str, key: str, spec: Any, seed: int, i: int) -> str:
             raise ValueError
     except (TypeError, ValueError):
         wanted = "[low, high], 0 < low <= high" if kind == "log_uniform" else "[low, high]"
-        raise UserError(f"{path}: draw.{key}={spec}: expected {kind}: {wanted}") from None
+        raise UserError(f"{path}: draw.{key}={_cut(spec)}: expected {kind}: {wanted}") from None
     if kind == "int":
         return str(int(low) + int(share * (int(high) - int(low) + 1)))
     if kind == "uniform":

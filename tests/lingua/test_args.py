@@ -126,6 +126,11 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
     [
         (b"a: [1", "not valid YAML"),
         (b"- 1", "expected a YAML mapping of keys to values, found a list"),
+        (
+            b"rate=1 path=a\n" * 500,
+            r"expected a YAML mapping of keys to values, found only 'rate=1 path=a rate.{0,80}'$",
+        ),
+        (b"a: *" + b"x" * 3000, "not valid YAML: .{0,300}$"),
         (b"", "found an empty file"),
         (b"# only this\n", "found an empty file"),
         (b"\xff\xfe\x00", "not valid YAML"),

@@ -75,6 +75,11 @@ def test_a_grid_file_is_every_combination(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("lr=1e-3 seed=1\n" * 500, "a YAML mapping of keys to values, found only 'lr=1e-3 seed=1 lr.{0,80}'$"),
+        ("".join(f"key{i}: 1\n" for i in range(500)), r"perhaps seed:; found key0, key1.{0,90}\.\.\.$"),
+        ("1: 2", "perhaps seed:; found 1$"),
+        (f"n: 2\ndraw: {{a: {'x' * 500}}}", r"draw\.a=x{100}\.\.\.: expected one of choice"),
+        ("points: {seed: 3}", "points: expected a list of mappings"),
         ("points: []", "points: expected a list of mappings"),
         ("grid: {seed: 3}", "grid: expected keys, each with a list of values"),
         ("values: [1]", "expected points:, grid:, or n:, draw: with keys"),
