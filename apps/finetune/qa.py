@@ -157,9 +157,27 @@ class QaData(Data):
                 "rows": len(squad.questions),
                 "windows": sum(map(len, self.windows[part])),
                 "answers_not_where_said": squad.misplaced,
+                "without_answer": sum(not question.answers for question in squad.questions),
             }
             for part, squad in squads.items()
         }
+        self.facts["null_threshold"] = {"from": self._threshold_from()}
+
+    def _threshold_from(self) -> str | None:
+        """What says which answers are withheld: ``qa.null_threshold`` or ``dev``; says so if it cannot be told well."""
+        if self.args.null_threshold is not None:
+            return "qa.null_threshold"
+        chosen = self.squads["dev"].unanswerable
+        dev, test = (self.facts[part]["without_answer"] for part in ("dev", "test"))
+        if test and not dev:
+            what = "is chosen on questions that all have answers" if chosen else "can be chosen: all questions get one"
+            print(
+                f"{test} of the {self.facts['test']['rows']} evaluation questions have no answer, but none of the dev "
+                f"questions, so {'the' if chosen else 'no'} no-answer threshold {what}; give dev questions without "
+                "answers, or qa.null_threshold",
+                flush=True,
+            )
+        return "dev" if chosen else None
 
     def _rows(self, part: str, squad: Squad, encoder: FrozenEncoder) -> Rows:
         self.windows[part] = [windows(encoder, q.question, q.context, self.args) for q in squad.questions]

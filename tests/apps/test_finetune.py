@@ -311,6 +311,25 @@ def test_dev_rows_are_whole_sentences_and_the_same_for_every_seed(home: Path, tm
     assert not {q.context for q in squads["dev"].questions} & {q.context for q in squads["train"].questions}
 
 
+def test_dev_questions_that_cannot_choose_a_threshold_are_told(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    content = qa_file(range(700, 730))
+    answered = [paragraph for paragraph in content["data"][0]["paragraphs"] if paragraph["qas"][0]["answers"]]
+    (tmp_path / "dev.json").write_text(json.dumps({"data": [{"paragraphs": answered}]}))
+    own = args_of(home, tmp_path / "out", "qa", task__dev=tmp_path / "dev.json", epochs=1)
+    result = finetune(own)
+    without = sum(i % 3 == 0 for i in range(500, 580))
+    assert f"{without} of the 80 evaluation questions have no answer, but none of the dev q" in capsys.readouterr().out
+    assert result["data"]["null_threshold"] == {"from": None}
+    assert [result["data"][part]["without_answer"] for part in ("dev", "test")] == [0, without]
+    assert "null_threshold" not in result["scores"]
+    for changes, wanted in (({}, "dev"), ({"qa__null_threshold": 1.5}, "qa.null_threshold")):
+        other = args_of(home, tmp_path, "qa", **changes)
+        assert load_data(other, load(other)).facts["null_threshold"] == {"from": wanted}
+    assert "have no answer" not in capsys.readouterr().out
+
+
 def test_it_stops_early_and_keeps_the_best_step(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([0.5, 0.7, 0.7, 0.6, 0.9])
     args = args_of(home, tmp_path / "out", epochs=5, patience=2)
