@@ -76,7 +76,8 @@ def load_data(args: FinetuneArgs, encoder: FrozenEncoder) -> Data:
     if own is not None and own.dev is not None:
         splits["dev"], chosen_on = _numbered(load_split(own.dev, own, -1), task), "the dev rows"
     elif args.dev_share:
-        held = held_out(task.train.groups, args.dev_share, SPLIT_SEED)
+        classes = task.train.y if task.classes else None
+        held = held_out(task.train.groups, args.dev_share, SPLIT_SEED, classes)
         splits |= {"train": take(task.train, ~held), "dev": take(task.train, held)}
         chosen_on = f"held-out training rows ({args.dev_share:g})"
     else:

@@ -648,6 +648,19 @@ def test_spans_without_a_beginning_are_spans_where_it_is_said(home: Path, tmp_pa
     assert found == pytest.approx(f1_score(target, guess)) == pytest.approx(2 / 3)
 
 
+def test_a_rare_class_is_not_left_to_the_dev_rows(home: Path, tmp_path: Path) -> None:
+    lines = (home / "train_animal.jsonl").read_text().splitlines()
+    plain = load_data(args := args_of(home, tmp_path), load(args)).splits
+    place = next(i for i, line in enumerate(lines) if json.loads(line)["text"] == plain["dev"].texts[0])
+    lines[place] = json.dumps({"text": plain["dev"].texts[0], "label": "rare"})
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    args = args_of(home, tmp_path, task__train=tmp_path / "train.jsonl")
+    splits = load_data(args, load(args)).splits
+    assert splits["train"].labels.count("rare") == 1
+    assert set(plain["dev"].texts[1:]) < set(splits["dev"].texts)
+    assert len(splits["dev"].texts) == len(plain["dev"].texts)
+
+
 def test_labels_that_are_never_trained_are_told(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     test = tmp_path / "test.jsonl"
     more = "".join(json.dumps({"text": "a fox", "label": name}) + "\n" for name in ("new", "new", "newer"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sklearn.model_selection import train_test_split
 
 from lingua.errors import UserError
 from lingua.evaluation.samples import held_out, sample_rows, sample_sizes, whole_groups
@@ -45,3 +46,26 @@ def test_held_out_takes_whole_groups_and_leaves_some() -> None:
     assert (held_out(groups, 0.2, seed=1) != held).any()
     with pytest.raises(UserError, match="at least 2"):
         held_out(np.array([3, 3]), 0.2, seed=0)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5])
+def test_no_class_is_held_out_whole(fraction: float) -> None:
+    """As in scikit-learn's stratified splits, training keeps every class."""
+    classes = np.repeat([0, 1, 2, 3], [60, 30, 5, 2])
+    for seed in range(40):
+        held = held_out(np.arange(97), fraction, seed, classes)
+        size = round(fraction * 97)
+        kept, _ = train_test_split(classes, test_size=size, random_state=seed, stratify=classes)
+        assert (set(classes[~held]), held.sum()) == (set(kept), size)
+        plain = held_out(np.arange(97), fraction, seed)
+        if set(classes[~plain]) == set(classes):  # then the lot decides alone
+            assert (held == plain).all()
+
+
+def test_a_class_of_one_row_or_sentence_is_trained_on() -> None:
+    words = np.repeat(np.arange(10), 3)
+    tags = np.tile([0, 0, 1], 10)
+    for rare in range(10):
+        tags_N = np.where((words == rare) & (tags == 1), 2, tags)
+        assert all(set(tags_N[~held_out(words, 0.5, seed, tags_N)]) == {0, 1, 2} for seed in range(10))
+    assert held_out(np.arange(3), 0.5, 0, np.arange(3)).sum() == 1  # nothing can be spared, and something has to be
