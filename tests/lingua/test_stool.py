@@ -54,6 +54,15 @@ def test_words_before_and_after_the_dashes() -> None:
     assert request.sweep == {"optim.lr": ["1e-3", "2e-3"], "data.sources": ["[a,b]", "[c]"]}
 
 
+def test_it_is_silent_where_its_reader_has_gone() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "lingua.stool", "--help"]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.stderr, done.returncode) == ("", 141)
+
+
 def test_a_cluster_file_gives_defaults(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("account: abc\npartition: gpu\nsetup: [module load python]\n")
     args = read_request([*START, f"cluster={tmp_path}/mine.yaml", "partition=long"]).args
