@@ -167,7 +167,7 @@ class OurTraining:
         context = partial(precision, torch.float32, torch.device("cpu"))
         total = backward_in_parts(self.model, batch.parts, partial(self.loss, batch), context)
         self.optimizer.step(self.done, total)
-        return float(total.loss / total.targets)
+        return float(total.loss.detach() / total.targets)
 
 
 class TheirTraining:
