@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lingua.distributed import precision
+from lingua.distributed import keep_freed_memory, precision
 from lingua.errors import UserError
 from lingua.evaluation.probe import check_finite
+from lingua.onednn import PackedLinears
 from lingua.progress import Progress
 
 # Pooled state [B, D] of padded states [B, S, D] and the mask [B, S] of real tokens, specials included.
@@ -220,7 +222,7 @@ class FrozenEncoder(abc.ABC):
                     np.concatenate([sequences.places[i] for i in index_B]),
                 )
                 rows = np.concatenate([np.arange(first_row[i], first_row[i + 1]) for i in index_B])
-            with precision(self.dtype, torch.device(self.device)):
+            with precision(self.dtype, torch.device(self.device)), self._linears.in_use():
                 for layer, x_BSD in self.layer_states(tokens_BS, types_BS, lengths_B, set(arrays), final_norm):
                     x_BSD = x_BSD.float()
                     values = (POOLINGS[pooling](x_BSD, real_BS) if places is None else x_BSD[places]).cpu().numpy()
@@ -230,6 +232,10 @@ class FrozenEncoder(abc.ABC):
             self.padded_tokens += tokens_BS.numel()
             if progress is not None:
                 progress.advance(len(index_B), int(lengths_B.sum()))
+
+    @functools.cached_property
+    def _linears(self) -> PackedLinears:
+        return PackedLinears(self.model)
 
     def layer_number(self, layer: int) -> int:
         """``layer`` counted from 0. Raises UserError if the encoder does not have it."""
@@ -297,6 +303,8 @@ def usable_device(device: str | None) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device={device} cannot be used: {str(error).splitlines()[0]}; try device=cpu") from None
+    if device == "cpu":
+        keep_freed_memory()
     return device
 
 
