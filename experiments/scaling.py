@@ -40,8 +40,8 @@ class ScalingArgs:
     """Plan, sweep, collect, fit and plot."""
 
     out: str = "???"  # JSON file to write
-    budgets: list[float] = field(default_factory=lambda: [1e12, 3.2e12, 1e13])  # FLOPs, each with every learning rate
-    largest: float = 3.2e13  # FLOPs, with the learning rate of the law. About half an hour of one CPU in all.
+    budgets: list[float] = field(default_factory=lambda: [2e12, 6.4e12, 2e13])  # FLOPs, each with every learning rate
+    largest: float = 6.4e13  # FLOPs, with the learning rate of the law. About an hour of one CPU in all.
     lr: float = 1.5e-3
     lr_factors: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
     ratio: float = 3.0  # D/F: far under the paper's 20, as so few FLOPs would leave no model worth the name
