@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from lingua.errors import UserError
 from lingua.features import TextEncoder, load_encoder
@@ -58,6 +59,15 @@ def test_texts_equal_one_at_a_time_in_order(enc: TextEncoder, batch_tokens: int)
             expected = states(enc, one_text(enc, text), layer).mean(0)
             np.testing.assert_allclose(found[place, row], expected, atol=1e-5)
     np.testing.assert_array_equal(enc.encode(TEXTS, layers=[0, 1, -1], batch_tokens=batch_tokens), found)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN in this build")
+def test_float32_products_are_those_of_onednn_and_others_are_not(run: Path) -> None:
+    for dtype, products in ((torch.float32, 2 * 4), (torch.bfloat16, 0)):  # 4 matrices in each of 2 blocks
+        encoder = load_encoder(run, device="cpu", dtype=dtype)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            encoder.encode(TEXTS[:1])
+        assert sum(event.name == "mkldnn::_linear_pointwise" for event in seen.events()) == products
 
 
 def test_poolings_and_one_layer(enc: TextEncoder) -> None:
