@@ -11,7 +11,7 @@ from torch import Tensor
 # Rows whose logits exist at once. Each chunk costs a pass over the gradient of the output matrix, which is as slow as
 # the products of some hundred rows.
 CHUNK_ROWS = {"cpu": 1024, "cuda": 2048}
-CACHED_LOGITS = 1 << 19  # on a CPU, how many at a time go through the softmax, so that they stay in a core's cache
+CACHED_LOGITS = 1 << 18  # on a CPU, how many at a time go through the softmax, so that they stay in a core's cache
 
 
 class LossSum(NamedTuple):
@@ -42,32 +42,52 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def _exponentials(
+    logits_NV: Tensor, buffer_NV: Tensor | None, wide: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Numerators [N, V] and denominators [N, 1] of the softmax, and log-sum-exp [N, 1], all ``wide``.
+
+    On a CPU, where a pass over what is in cache is cheap, in ``buffer_NV`` (or in place if that is None) and without
+    the division; on a GPU, where every pass is one over memory, by one kernel, and the denominators are one.
+    """
+    if logits_NV.device.type == "cpu":
+        x_NV = logits_NV if buffer_NV is None else buffer_NV[: len(logits_NV)].copy_(logits_NV)
+        max_N1 = x_NV.amax(dim=1, keepdim=True)
+        sum_N1 = x_NV.sub_(max_N1).exp_().sum(dim=1, keepdim=True)
+        return x_NV, sum_N1, max_N1 + sum_N1.log()
+    softmax_NV = logits_NV.softmax(dim=1, dtype=wide)
+    largest_N1, index_N1 = softmax_NV.max(dim=1, keepdim=True)  # exp(largest logit - log-sum-exp)
+    log_z_N1 = logits_NV.gather(1, index_N1).to(wide) - largest_N1.log()
+    return softmax_NV, torch.ones_like(log_z_N1), log_z_N1
+
+
 def _to_gradient_(
-    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, wide: torch.dtype, wanted: bool
-) -> Tensor:
-    """The weighted loss of a chunk, whose logits become their gradients, before weighting, in place if ``wanted``."""
+    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The weighted loss of a chunk, whose logits become their gradients in place, and what those are to be multiplied
+    by, row by row [N, 1]: the weight over the softmax's denominator."""
     loss = torch.zeros((), dtype=wide, device=logits_NV.device)
-    rows = len(logits_NV)
+    rows, buffer_NV = len(logits_NV), None
     if logits_NV.device.type == "cpu":
         rows = max(1, CACHED_LOGITS // logits_NV.shape[1])
-    for part_MV, targets_M, weights_M in zip(
-        logits_NV.split(rows), targets_N[:, None].split(rows), weights_N.split(rows), strict=True
+        if logits_NV.dtype != wide:
+            buffer_NV = torch.empty(rows, logits_NV.shape[1], dtype=wide)
+    scales = []
+    for part_MV, targets_M1, weights_M1 in zip(
+        logits_NV.split(rows), targets_N[:, None].split(rows), weights_N[:, None].split(rows), strict=True
     ):
-        x_MV = part_MV.to(wide)
-        grad_MV = x_MV.softmax(dim=1)
-        # Of the log-sum-exp the softmax leaves its largest entry, exp(max - logsumexp).
-        log_z_M = x_MV.amax(dim=1) - grad_MV.amax(dim=1).log()
-        loss += ((log_z_M - x_MV.gather(1, targets_M).squeeze(1)) * weights_M).sum()
+        target_M1 = part_MV.gather(1, targets_M1).to(wide)
+        grad_MV, sum_M1, log_z_M1 = _exponentials(part_MV, buffer_NV, wide)
+        loss += ((log_z_M1 - target_M1) * weights_M1).sum()
         if z_loss:
-            loss += z_loss * (log_z_M.square() * weights_M).sum()
-        if not wanted:
-            continue
-        if z_loss:
-            grad_MV *= 1 + 2 * z_loss * log_z_M[:, None]
+            loss += z_loss * (log_z_M1.square() * weights_M1).sum()
+            grad_MV *= 1 + 2 * z_loss * log_z_M1
         # d loss / d logits = softmax - one-hot, and 2 z log Z softmax.
-        grad_MV.scatter_add_(1, targets_M, torch.full_like(targets_M, -1, dtype=wide))
-        part_MV.copy_(grad_MV)
-    return loss
+        grad_MV.scatter_add_(1, targets_M1, -sum_M1)
+        if grad_MV is not part_MV:
+            part_MV.copy_(grad_MV)
+        scales.append(weights_M1 / sum_M1)
+    return loss, torch.cat(scales)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -79,24 +99,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         x, weight = x_ND.to(dtype), weight_VD.to(dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x = torch.empty_like(x) if needs_x else None
+        grad_x = torch.empty_like(x_ND) if needs_x else None
         grad_weight = None
         loss = torch.zeros((), dtype=wide, device=x.device)
         rows = CHUNK_ROWS[device]
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             grad = x[part] @ weight.T
-            loss += _to_gradient_(grad, targets_N[part], weights_N[part], z_loss, wide, needs_x or needs_weight)
-            # Weights go into the narrow factors, not into the gradient, which is as wide as the vocabulary.
-            weights = weights_N[part, None].to(dtype)
+            of_part, scales_N1 = _to_gradient_(grad, targets_N[part], weights_N[part], z_loss, wide)
+            loss += of_part
+            # They go into the narrow factors, not into the gradient, which is as wide as the vocabulary.
             if grad_x is not None:
-                grad_x[part] = (grad @ weight) * weights
+                grad_x[part] = (grad @ weight) * scales_N1
             if needs_weight:
-                of_part = grad.T @ (x[part] * weights)
+                of_part = grad.T @ (x[part] * scales_N1).to(dtype)
                 grad_weight = of_part.to(wide) if grad_weight is None else grad_weight.add_(of_part)
         if needs_weight and grad_weight is None:  # no rows
             grad_weight = torch.zeros_like(weight, dtype=wide)
-        ctx.dtypes = x_ND.dtype, weight_VD.dtype
+        ctx.weight_dtype = weight_VD.dtype
         ctx.save_for_backward(grad_x, grad_weight)
         return loss
 
@@ -105,9 +125,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         is_one = grad_loss.device.type == "cpu" and bool(grad_loss == 1)  # nearly always; a GPU would be waited for
         if grad_x is not None:
-            grad_x = (grad_x if is_one else grad_x * grad_loss.to(grad_x.dtype)).to(ctx.dtypes[0])
+            grad_x = grad_x if is_one else grad_x * grad_loss.to(grad_x.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight if is_one else grad_weight * grad_loss).to(ctx.dtypes[1])
+            grad_weight = (grad_weight if is_one else grad_weight * grad_loss).to(ctx.weight_dtype)
         return grad_x, grad_weight, None, None, None
 
 

@@ -117,9 +117,9 @@ def loss_bytes(matrix: tuple[int, ...], config: Any, micro_rows: int, low: int, 
     reduced = low if low < wide else 0
     logits = min(positions, CHUNK_ROWS[device]) * vocab
     at_once = min(logits, max(vocab, CACHED_LOGITS)) if device == "cpu" else logits  # go through the softmax
-    softmax = at_once * (2 * wide if reduced else wide)  # its result, and what it reads where logits are narrower
+    softmax = at_once * (wide if reduced or device != "cpu" else 0)  # a CPU's is in place, if it can be
     of_matrix = vocab * dim * (wide + low + reduced)  # its gradient, a chunk's part of it, its copy
-    return logits * low + softmax + of_matrix + positions * dim * (low + reduced)
+    return logits * low + softmax + of_matrix + positions * dim * (wide + reduced)
 
 
 def activations(config: Any, micro_rows: int, low: int, wide: int, checkpointing: str) -> tuple[float, float]:

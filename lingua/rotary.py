@@ -58,21 +58,22 @@ def rotary_frequencies(
 def rotary_angles(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles, float32.
+    """Cosine and sine of the rotary angles, float32, as :func:`apply_rotary` wants them.
 
     Args:
         positions: [S] for positions shared by all rows, or [B, S]; int64.
 
     Returns:
-        two tensors [S, 1, K] or [B, S, 1, K], to broadcast over heads.
+        two tensors [S, 1, K] or [B, S, 1, K], to broadcast over heads; the sine is that of the negative angle for the
+        first channel of each pair.
     """
     angles = positions[..., None, None].float() * rotary_frequencies(head_dim, theta, scaling, positions.device)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def apply_rotary(x_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair of channels (k, k + K/2) by its angle; same dtype as ``x``."""
-    first, second = x_BSHK.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return x_BSHK * cos.to(x_BSHK.dtype) + rotated * sin.to(x_BSHK.dtype)
+    # Not cut and put together again: the compiler makes one pass of this.
+    swapped = x_BSHK.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return x_BSHK * cos.to(x_BSHK.dtype) + swapped * sin.to(x_BSHK.dtype)
