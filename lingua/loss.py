@@ -42,9 +42,7 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _exponentials(
-    logits_NV: Tensor, buffer_NV: Tensor | None, wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _exponentials(logits_NV: Tensor, buffer_NV: Tensor | None, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Numerators [N, V] and denominators [N, 1] of the softmax, and log-sum-exp [N, 1], all ``wide``.
 
     On a CPU, where a pass over what is in cache is cheap, in ``buffer_NV`` (or in place if that is None) and without
