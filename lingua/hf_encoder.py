@@ -19,11 +19,12 @@ FINAL_NORMS = ("final_norm", "norm", "layer_norm")
 
 
 class HFEncoder(FrozenEncoder):
-    """Any bidirectional encoder whose blocks stand in one list and return their states.
+    """Any encoder whose blocks stand in one list and return their states.
 
     Layer i is the state after block i, taken from the block itself, so it means the same for every architecture:
     models with a norm after their last block (ModernBERT, EuroBERT, NeoBERT) have it applied to every layer but the
-    embedding if ``final_norm``, others (BERT, RoBERTa, ELECTRA, DeBERTa, MiniLM) have none.
+    embedding if ``final_norm``, others (BERT, RoBERTa, ELECTRA, DeBERTa, MiniLM) have none. ``causal``: a token sees
+    those before it only, as in Llama and its relatives.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, max_length: int, device: str, dtype: torch.dtype) -> None:
@@ -147,9 +148,10 @@ class HFEncoder(FrozenEncoder):
         length = torch.tensor([4], device=self.device)
         states, last_BSD = self._forward(ids, types, length, {self.n_layers})
         x_BSD = states[self.n_layers] if self.norm is None else self.norm(states[self.n_layers])
+        other_BSD = self._forward(ids + (ids == 3), types, length, set())[1]  # after another last token
+        self.causal = torch.equal(other_BSD[:, :-1], last_BSD[:, :-1]) and not torch.equal(other_BSD, last_BSD)
         if x_BSD.shape != last_BSD.shape or not torch.allclose(x_BSD, last_BSD, atol=1e-4):
-            other_BSD = self._forward(ids + (ids == 3), types, length, set())[1]  # after another last token
-            if torch.allclose(other_BSD[:, :-1], last_BSD[:, :-1]) and not torch.allclose(other_BSD, last_BSD):
+            if self.causal:
                 raise UserError(f"{name} is a decoder, whose tokens see only those before them: give an encoder")
             raise UserError(f"{name}: what it does after its last block is not known here: {FINAL_NORMS} are")
 

@@ -29,6 +29,10 @@ CONFIGS = {
         **SIZES, **ids, max_position_embeddings=128, global_attn_every_n_layers=2, local_attention=8
     ),
     "eurobert": lambda ids: transformers.EuroBertConfig(**SIZES, **ids, max_position_embeddings=128),
+    "llama": lambda ids: transformers.LlamaConfig(**SIZES, **ids, max_position_embeddings=128),  # a decoder
+    "qwen3": lambda ids: transformers.Qwen3Config(
+        **SIZES, **ids, max_position_embeddings=128, head_dim=16, num_key_value_heads=2
+    ),  # another
 }  # fmt: skip
 
 

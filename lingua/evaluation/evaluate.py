@@ -211,12 +211,15 @@ class Evaluation:
         self.tasks()
         args = self.args
         encoder = load_hf_encoder(name, args.max_length, self.device, self.dtype, args.trust_remote_code)
+        if encoder.causal and self.world.is_first:
+            print(f"{model} is a decoder: the features of a token know those before it only")
         known = {
             "checkpoint": name,
             "commit": getattr(encoder.model.config, "_commit_hash", None),
             "step": None,
             "random_init": False,
             "model": name,
+            "causal": encoder.causal,
             "parameters": parameter_counts(encoder.model),
         }
         return self._probe(encoder, known, out)

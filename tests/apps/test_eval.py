@@ -292,11 +292,16 @@ def test_the_pairs_of_glue_are_one_sequence(files: dict[str, Path], tmp_path: Pa
     assert found == probe(rows[0], y, rows[1], y[:12], args.probe, "accuracy")
 
 
+@pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_a_hugging_face_model_through_the_same_command(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    files: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = make_model(tmp_path / "tiny-bert", "bert")
+    folder = make_model(tmp_path / "tiny-bert", kind)
     texts, words = files["texts"], files["words"]
     tasks = [f"tasks.a.train={texts}", f"tasks.a.test={texts}", f"tasks.w.train={words}", f"tasks.w.test={words}"]
     cli(EvalArgs, crossbert_eval.run, "eval", [f"model=hf:{folder}", *tasks, "tasks.w.kind=tokens", "layers=[0,-1]"])
@@ -310,7 +315,10 @@ def test_a_hugging_face_model_through_the_same_command(
     y = np.array([row["label"] == "the" for row in rows]).astype(int)
     assert results["tasks"]["a"]["layers"]["3"] == probe(x, y, x, y, build(EvalArgs, ("", {
         "model": "x", "tasks": "rte"})).probe, "accuracy")  # fmt: skip
-    assert "from Hugging Face. Scores x 100." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "from Hugging Face. Scores x 100." in out
+    decoder = f"hf:{folder} is a decoder: the features of a token know those before it only" in out
+    assert results["causal"] is decoder is (kind == "llama")
     namesake = shutil.copytree(folder, tmp_path / "others" / "tiny-bert")
     with pytest.raises(UserError, match=rf"eval/tiny-bert holds the results of {folder}: give out=FOLDER"):
         crossbert_eval.run(eval_args(files, None, model=f"hf:{namesake}"))

@@ -44,6 +44,7 @@ def hidden_states(folder: Path, a: str, b: str | None = None) -> list[np.ndarray
 def test_every_layer_equals_transformers_own(models: dict[str, Path], kind: str) -> None:
     encoder = load_hf_encoder(str(models[kind]), device="cpu")
     assert (encoder.n_layers, encoder.dim, encoder.max_length) == (3, 32, 128)
+    assert encoder.causal == (kind in ("llama", "qwen3"))
     raw = encoder.encode(TEXTS, layers=[0, 1, 2], final_norm=False, batch_tokens=200)
     last = encoder.encode(TEXTS, layers=3)
     pairs = encoder.encode(TEXTS, pairs=TEXTS[::-1])
