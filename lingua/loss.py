@@ -42,50 +42,49 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _exponentials(logits_NV: Tensor, buffer_NV: Tensor | None, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Numerators [N, V] and denominators [N, 1] of the softmax, and log-sum-exp [N, 1], all ``wide``.
+def _softmax(logits_NV: Tensor, buffer_NV: Tensor | None, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The softmax [N, V] and log-sum-exp [N, 1], both ``wide``.
 
-    On a CPU, where a pass over what is in cache is cheap, in ``buffer_NV`` (or in place if that is None) and without
-    the division; on a GPU, where every pass is one over memory, by one kernel, and the denominators are one.
+    On a CPU, where a pass over what is in cache is cheap, in ``buffer_NV``, or in place if that is None; on a GPU,
+    where every pass is one over memory, by one kernel.
     """
     if logits_NV.device.type == "cpu":
         x_NV = logits_NV if buffer_NV is None else buffer_NV[: len(logits_NV)].copy_(logits_NV)
         max_N1 = x_NV.amax(dim=1, keepdim=True)
         sum_N1 = x_NV.sub_(max_N1).exp_().sum(dim=1, keepdim=True)
-        return x_NV, sum_N1, max_N1 + sum_N1.log()
+        return x_NV.mul_(1 / sum_N1), max_N1 + sum_N1.log()
     softmax_NV = logits_NV.softmax(dim=1, dtype=wide)
     largest_N1, index_N1 = softmax_NV.max(dim=1, keepdim=True)  # exp(largest logit - log-sum-exp)
-    log_z_N1 = logits_NV.gather(1, index_N1).to(wide) - largest_N1.log()
-    return softmax_NV, torch.ones_like(log_z_N1), log_z_N1
+    return softmax_NV, logits_NV.gather(1, index_N1).to(wide) - largest_N1.log()
 
 
 def _to_gradient_(
-    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, wide: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The weighted loss of a chunk, whose logits become their gradients in place, and what those are to be multiplied
-    by, row by row [N, 1]: the weight over the softmax's denominator."""
+    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, wide: torch.dtype, wanted: bool
+) -> Tensor:
+    """The weighted loss of a chunk, whose logits become their gradients, before weighting, in place if ``wanted``."""
     loss = torch.zeros((), dtype=wide, device=logits_NV.device)
     rows, buffer_NV = len(logits_NV), None
     if logits_NV.device.type == "cpu":
         rows = max(1, CACHED_LOGITS // logits_NV.shape[1])
         if logits_NV.dtype != wide:
             buffer_NV = torch.empty(rows, logits_NV.shape[1], dtype=wide)
-    scales = []
     for part_MV, targets_M1, weights_M1 in zip(
         logits_NV.split(rows), targets_N[:, None].split(rows), weights_N[:, None].split(rows), strict=True
     ):
         target_M1 = part_MV.gather(1, targets_M1).to(wide)
-        grad_MV, sum_M1, log_z_M1 = _exponentials(part_MV, buffer_NV, wide)
+        grad_MV, log_z_M1 = _softmax(part_MV, buffer_NV, wide)
         loss += ((log_z_M1 - target_M1) * weights_M1).sum()
         if z_loss:
             loss += z_loss * (log_z_M1.square() * weights_M1).sum()
+        if not wanted:
+            continue
+        if z_loss:
             grad_MV *= 1 + 2 * z_loss * log_z_M1
         # d loss / d logits = softmax - one-hot, and 2 z log Z softmax.
-        grad_MV.scatter_add_(1, targets_M1, -sum_M1)
+        grad_MV.scatter_add_(1, targets_M1, torch.full_like(targets_M1, -1, dtype=wide))
         if grad_MV is not part_MV:
             part_MV.copy_(grad_MV)
-        scales.append(weights_M1 / sum_M1)
-    return loss, torch.cat(scales)
+    return loss
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -104,13 +103,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             grad = x[part] @ weight.T
-            of_part, scales_N1 = _to_gradient_(grad, targets_N[part], weights_N[part], z_loss, wide)
-            loss += of_part
-            # They go into the narrow factors, not into the gradient, which is as wide as the vocabulary.
+            loss += _to_gradient_(grad, targets_N[part], weights_N[part], z_loss, wide, needs_x or needs_weight)
+            # Weights go into the narrow factors, not into the gradient, which is as wide as the vocabulary.
+            weights = weights_N[part, None].to(dtype)
             if grad_x is not None:
-                grad_x[part] = (grad @ weight) * scales_N1
+                grad_x[part] = (grad @ weight) * weights
             if needs_weight:
-                of_part = grad.T @ (x[part] * scales_N1).to(dtype)
+                of_part = grad.T @ (x[part] * weights)
                 grad_weight = of_part.to(wide) if grad_weight is None else grad_weight.add_(of_part)
         if needs_weight and grad_weight is None:  # no rows
             grad_weight = torch.zeros_like(weight, dtype=wide)
