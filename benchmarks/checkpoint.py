@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import environment, write_result
-from lingua.args import cli
+from benchmarks.common import command, environment, write_result
 from lingua.distributed import pick_device
 from lingua.errors import UserError
 from lingua.evaluation.results import markdown_table
@@ -147,4 +146,4 @@ def main(args: CheckpointBenchmarkArgs) -> None:
 
 
 if __name__ == "__main__":
-    cli(CheckpointBenchmarkArgs, main, "python -m benchmarks.checkpoint")
+    command(CheckpointBenchmarkArgs, main, "python -m benchmarks.checkpoint")

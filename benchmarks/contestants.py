@@ -135,7 +135,7 @@ def bare_products(kind: str, size: Size, device: torch.device, dtype: torch.dtyp
     One matrix in memory for each of the model's, so that they come from as far away.
     """
     rows, S, dim, V = size.rows, size.seq_len, size.dim, size.vocab_size
-    width, hidden = ffn_width(dim), hidden_count(S, RATIOS[kind])
+    width, hidden = ffn_width(dim), hidden_count(S, size.ratio(kind))
     of_block = [(dim, 3 * dim), (dim, dim), (dim, 2 * width), (width, dim)]
     visible, predicted = (2 * rows * (S - hidden), 2 * rows * hidden) if kind == "crossbert" else (rows * S, 0)
     products = [(n_in, n_out, visible) for n_in, n_out in of_block] * size.n_layers

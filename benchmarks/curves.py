@@ -22,11 +22,10 @@ import torch
 
 from apps.plots.style import FAMILY_COLORS, FAMILY_NAMES, legend, panels, save
 from benchmarks.backends import milliseconds
-from benchmarks.common import environment, write_result
+from benchmarks.common import command, environment, write_result
 from benchmarks.contestants import Size, ours
 from benchmarks.gpu_smoke import train
 from benchmarks.made_up import prepare_text
-from lingua.args import cli
 from lingua.distributed import pick_device, pick_dtype
 from lingua.errors import UserError
 from lingua.metrics import read_metrics
@@ -55,8 +54,12 @@ class CurvesArgs:
     def __post_init__(self) -> None:
         if unknown := set(self.curves) - set(AXES):
             raise UserError(f"curves={sorted(unknown)}: expected some of {', '.join(AXES)}")
-        if self.repeats < 1 or not self.ranks or min(self.ranks) < 1:
-            raise UserError(f"repeats={self.repeats}, ranks={self.ranks}: expected at least 1")
+        if not self.curves:
+            raise UserError(f"curves=[]: expected some of {', '.join(AXES)}")
+        if self.repeats < 1:
+            raise UserError(f"repeats={self.repeats}: expected at least 1")
+        if not self.ranks or min(self.ranks) < 1:
+            raise UserError(f"ranks={self.ranks}: expected numbers of processes, each at least 1")
 
 
 def sizes(curve: str, family: str, reference: Size) -> Iterator[tuple[float, Size]]:
@@ -115,7 +118,8 @@ def draw(found: dict[str, dict[str, list[dict[str, float]]]], stem: Path) -> Non
             y = [point["tokens_per_second"] / 1e3 for point in points]
             axis.plot(x, y, "o", color=color, label=f"{FAMILY_NAMES[family]}, measured")
             line = [point["predicted"] / 1e3 for point in points]
-            axis.plot(x, line, "-", color=color, alpha=0.6, label=f"{FAMILY_NAMES[family]}, from FLOPs")
+            of = "one rank, times CPUs" if curve == "ranks" else "from FLOPs"
+            axis.plot(x, line, "-", color=color, alpha=0.6, label=f"{FAMILY_NAMES[family]}, {of}")
         if curve != "ratio":
             ticks = sorted({point["at"] for points in families.values() for point in points})
             axis.set_xscale("log", base=2)
@@ -155,8 +159,6 @@ def main(args: CurvesArgs) -> None:
                     predict(points, at_reference[family])
                 found[curve][family] = points
                 print(f"{curve}, {family}: " + ", ".join(f"{p['at']:g}: {p['tokens_per_second']:.0f}" for p in points))
-    if args.plot:
-        draw(found, Path(args.plot))
     result = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
@@ -166,7 +168,9 @@ def main(args: CurvesArgs) -> None:
         "curves": found,
     }
     write_result(args.out, {**result, **environment("torch", "numpy")})
+    if args.plot:
+        draw(found, Path(args.plot))
 
 
 if __name__ == "__main__":
-    cli(CurvesArgs, main, "python -m benchmarks.curves")
+    command(CurvesArgs, main, "python -m benchmarks.curves")

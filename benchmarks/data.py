@@ -24,11 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import environment, write_result
+from benchmarks.common import command, environment, write_result
 from benchmarks.made_up import SHARDS, SOURCES, TOKENS_BYTES, epoch_rows, write_shards
 from benchmarks.object_store import object_store_rate, object_store_table
 from benchmarks.prepare import prepare_rate
-from lingua.args import cli
 from lingua.data import DataArgs, TokenStream
 from lingua.errors import UserError
 from lingua.evaluation.results import markdown_table
@@ -191,4 +190,4 @@ def main(args: DataRateArgs) -> None:
 
 
 if __name__ == "__main__":
-    cli(DataRateArgs, main, "python -m benchmarks.data")
+    command(DataRateArgs, main, "python -m benchmarks.data")

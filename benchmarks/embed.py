@@ -28,9 +28,8 @@ from apps.embed.batches import Batch, Batches, parts_of, share, texts_of
 from apps.embed.data import PairArgs
 from apps.embed.model import Backbone, EmbedModel
 from apps.embed.store import Store, build
-from benchmarks.common import environment, write_result
+from benchmarks.common import command, environment, write_result
 from benchmarks.made_up import WORDS
-from lingua.args import cli
 from lingua.contrastive import ContrastiveArgs, ContrastiveSum, backward_in_parts, info_nce
 from lingua.distributed import precision
 from lingua.embedder import Embedder, TextEmbedder
@@ -240,4 +239,4 @@ def main(args: EmbedSpeedArgs) -> None:
 
 
 if __name__ == "__main__":
-    cli(EmbedSpeedArgs, main, "python -m benchmarks.embed")
+    command(EmbedSpeedArgs, main, "python -m benchmarks.embed")

@@ -31,13 +31,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.backends import backend_errors, milliseconds
-from benchmarks.common import environment, run_parts, write_result
+from benchmarks.common import command, environment, run_parts, write_result
 from benchmarks.contestants import Size, ours
 from benchmarks.gpu_smoke import train
 from benchmarks.made_up import prepare_text
-from lingua.args import cli
 from lingua.attention import BACKENDS
 from lingua.distributed import COMPILE_MODES, DistributedArgs, pick_device, pick_dtype
+from lingua.errors import UserError
 from lingua.metrics import read_metrics
 
 GPU_SIZE = Size(768, 28, 12, predictor_layers=6, rows=64)
@@ -72,6 +72,10 @@ class GpuArgs:
     out: str = "???"  # JSON file to write
     compile: bool = True  # compile the blocks in the apps and in the sweep over batch sizes
     minutes: float = 6.5  # parts that would begin later are left out
+
+    def __post_init__(self) -> None:
+        if not self.minutes >= 0:
+            raise UserError(f"minutes={self.minutes}: expected a number of minutes, 0 or more")
 
 
 @dataclass
@@ -267,10 +271,9 @@ def driver() -> str | None:
 
 
 def main(args: GpuArgs) -> None:
-    """Run the parts, write the JSON after each in case the time runs out, print the bars."""
+    """Run the parts, write the JSON after each in case the time runs out, print the bars; UserError if one failed."""
     begun, device = time.monotonic(), pick_device()
     is_gpu = device.type == "cuda"
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(args, device, GPU_SIZE if is_gpu else TOY_SIZE, Path(name), {})
         prepare_text(bench.folder, "roberta")
@@ -294,7 +297,12 @@ def main(args: GpuArgs) -> None:
     write_result(args.out, result)
     for bar in result["bars"]:
         print(f"{'met' if bar['met'] else 'MISSED':7s}{bar['name']}: {bar['value']:.4g} (>= {bar['bound']:g})")
+    if failed := [part for part, result in found.items() if "failed" in result]:
+        last = found[failed[0]]["failed"].strip().splitlines()[-1]
+        raise UserError(f"{len(failed)} parts failed ({', '.join(failed)}), the first by {last}: see {args.out}")
+    if is_gpu and (lacking := set(BARS) - set(bench.figures)):
+        raise UserError(f"bars not measured for want of time: {'; '.join(sorted(lacking))}: give more minutes")
 
 
 if __name__ == "__main__":
-    cli(GpuArgs, main, "python -m benchmarks.gpu")
+    command(GpuArgs, main, "python -m benchmarks.gpu")

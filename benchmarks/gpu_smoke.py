@@ -35,9 +35,9 @@ import torch.distributed as dist
 
 from apps.crossbert.model import CrossBert, CrossBertArgs
 from benchmarks.backends import backend_errors
-from benchmarks.common import environment, run_parts, write_result
+from benchmarks.common import command, environment, run_parts, write_result
 from benchmarks.made_up import prepare_text
-from lingua.args import cli, parse
+from lingua.args import parse
 from lingua.attention import BACKENDS, check_attention
 from lingua.distributed import DistributedArgs, World, full, parallelize, pick_device, pick_dtype, precision
 from lingua.errors import UserError
@@ -83,6 +83,10 @@ class GpuSmokeArgs:
     out: str = "???"  # JSON file to write
     compile: bool = True  # compile blocks, as one does on a GPU
     minutes: float = 4.5  # parts that would begin later are left out, and said to be
+
+    def __post_init__(self) -> None:
+        if not self.minutes >= 0:
+            raise UserError(f"minutes={self.minutes}: expected a number of minutes, 0 or more")
 
 
 @dataclass
@@ -295,4 +299,4 @@ def main(args: GpuSmokeArgs) -> None:
 
 
 if __name__ == "__main__":
-    cli(GpuSmokeArgs, main, "python -m benchmarks.gpu_smoke")
+    command(GpuSmokeArgs, main, "python -m benchmarks.gpu_smoke")

@@ -23,9 +23,8 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from benchmarks.common import environment, write_result
+from benchmarks.common import command, environment, write_result
 from benchmarks.made_up import TOKENS_BYTES, epoch_rows, write_shards
-from lingua.args import cli
 from lingua.data import DataArgs, TokenStream
 from lingua.errors import UserError
 from lingua.evaluation.results import markdown_table
@@ -183,4 +182,4 @@ def main(args: ObjectStoreArgs) -> None:
 
 
 if __name__ == "__main__":
-    cli(ObjectStoreArgs, main, "python -m benchmarks.object_store")
+    command(ObjectStoreArgs, main, "python -m benchmarks.object_store")

@@ -15,8 +15,7 @@ from typing import Any
 
 import tiktoken
 
-from benchmarks.common import environment, write_result
-from lingua.args import cli
+from benchmarks.common import command, environment, write_result
 from lingua.errors import UserError
 from lingua.preparation.readers import Document, ReaderArgs, documents
 from lingua.preparation.shuffle import ShuffleArgs, shuffle
@@ -75,4 +74,4 @@ def main(args: PrepareRateArgs) -> None:
 
 
 if __name__ == "__main__":
-    cli(PrepareRateArgs, main, "python -m benchmarks.prepare")
+    command(PrepareRateArgs, main, "python -m benchmarks.prepare")

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import environment, write_result
-from lingua.args import cli
+from benchmarks.common import command, environment, write_result
 from lingua.distributed import pick_dtype, start
 from lingua.errors import UserError
 from lingua.evaluation.feature_files import FeatureFiles
@@ -187,4 +186,4 @@ def main(args: ProbeSpeedArgs) -> None:
 
 
 if __name__ == "__main__":
-    cli(ProbeSpeedArgs, main, "python -m benchmarks.probe")
+    command(ProbeSpeedArgs, main, "python -m benchmarks.probe")

@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import environment, write_result
-from lingua.args import cli
+from benchmarks.common import command, environment, write_result
 from lingua.errors import UserError
 from lingua.manifest import load_manifest
 from lingua.preparation.readers import Document, ReaderArgs, documents
@@ -118,4 +117,4 @@ def main(args: ShuffleRateArgs) -> None:
 
 
 if __name__ == "__main__":
-    cli(ShuffleRateArgs, main, "python -m benchmarks.shuffle")
+    command(ShuffleRateArgs, main, "python -m benchmarks.shuffle")

@@ -7,7 +7,7 @@ median over rounds of the ratio of the two. All contestants (:mod:`benchmarks.co
 vocabulary, optimizer and precision. Beside these ratios stand what training spends on waiting, logging, checkpoints and
 statistics, its peak memory at the output, and how fast it starts (:mod:`benchmarks.overheads`).
 
-Bars, fixed before any run: ``BARS``. With ``toy=true`` all of it in seconds, on sizes that say nothing.
+Bars, fixed before any run: ``BARS``. With ``toy=true`` all of it in two minutes, on sizes that say nothing: no bars.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment, write_result
+from benchmarks.common import command, environment, write_result
 from benchmarks.contestants import Contestant, Size, bare_products, ours, peer
 from benchmarks.overheads import head_memory, shares_of_training, starts
-from lingua.args import cli
-from lingua.distributed import DTYPES, pick_device, pick_dtype
+from lingua.distributed import DTYPES, check_compiler, pick_device, pick_dtype
 from lingua.errors import UserError
+from lingua.files import optional
 
 SIZES = {
     "28x768": Size(768, 28, 12, predictor_layers=6, rows=4),
@@ -60,7 +60,7 @@ class TrainSpeedArgs:
 
     out: str = "???"  # JSON file to write
     rounds: int = 5  # of each pair
-    dtype: str = "auto"  # precision of all: auto, bf16, fp32
+    dtype: str = "auto"  # precision of all: auto, bf16, fp32, fp64
     compile: bool = False  # compile the blocks of ours too (those of the peers are, where it says so)
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
     parts: list[str] = field(default_factory=lambda: ["products", "crossbert", "peers", "overheads"])
@@ -71,6 +71,8 @@ class TrainSpeedArgs:
             raise UserError(f"sizes={sorted(unknown)}: expected some of {', '.join(SIZES)}")
         if unknown := set(self.parts) - {"products", "crossbert", "peers", "overheads"}:
             raise UserError(f"parts={sorted(unknown)}: expected some of products, crossbert, peers, overheads")
+        if not self.sizes or not self.parts:
+            raise UserError(f"sizes={self.sizes}, parts={self.parts}: expected at least one of each")
         if self.rounds < 1:
             raise UserError(f"rounds={self.rounds}: expected at least 1")
 
@@ -171,6 +173,9 @@ def bars(figures: dict[str, float]) -> list[dict[str, Any]]:
 
 def main(args: TrainSpeedArgs) -> None:
     """Time everything, print the table, write the JSON."""
+    if "peers" in args.parts:
+        optional("transformers", "benchmarks.train with parts=[..., peers]", "requirements-eval.txt")
+        check_compiler(pick_device())
     comparison = Comparison(args)
     sizes = TOY_SIZES if args.toy else SIZES
     for name in args.sizes:
@@ -188,7 +193,7 @@ def main(args: TrainSpeedArgs) -> None:
         "compile": args.compile,
         "rounds": args.rounds,
         "toy": args.toy,
-        "bars": bars(figures),
+        "bars": [] if args.toy else bars(figures),
         "figures": {name: round(value, 4) for name, value in figures.items()},
         "steps": comparison.seconds,
     }
@@ -199,4 +204,4 @@ def main(args: TrainSpeedArgs) -> None:
 
 
 if __name__ == "__main__":
-    cli(TrainSpeedArgs, main, "python -m benchmarks.train")
+    command(TrainSpeedArgs, main, "python -m benchmarks.train")

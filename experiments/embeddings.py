@@ -26,10 +26,10 @@ import torch
 
 from apps.embed.run import EmbedTrainArgs
 from apps.embed.train import train
-from benchmarks.common import environment, write_result
+from benchmarks.common import command, environment, write_result
 from experiments.objectives import check_seeds, rounded_interval
 from experiments.quickstart_seeds import run_module
-from lingua.args import cli, parse
+from lingua.args import parse
 from lingua.embedder import load_embedder
 from lingua.errors import UserError
 from lingua.evaluation.retrieval import retrieval_scores
@@ -169,4 +169,4 @@ def write_pairs(folder: Path, lines: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli(EmbeddingsArgs, main, "python -m experiments.embeddings")
+    command(EmbeddingsArgs, main, "python -m experiments.embeddings")

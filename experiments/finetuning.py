@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from apps.finetune.report import ReportArgs, report
-from benchmarks.common import environment, write_result
+from benchmarks.common import command, environment, write_result
 from experiments.quickstart_seeds import run_module
-from lingua.args import cli
 from lingua.checkpoint import resolve
 from lingua.errors import UserError
 
@@ -107,4 +106,4 @@ def percent(share: float) -> float:
 
 
 if __name__ == "__main__":
-    cli(FinetuningArgs, main, "python -m experiments.finetuning")
+    command(FinetuningArgs, main, "python -m experiments.finetuning")

@@ -33,9 +33,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, write_result
+from benchmarks.common import command, environment, write_result
 from benchmarks.made_up import prepare_text
-from lingua.args import cli
 from lingua.checkpoint import list_checkpoints
 from lingua.errors import UserError
 from lingua.metrics import read_metrics
@@ -342,4 +341,4 @@ def _to_the_end(args: KillsArgs, words: list[str], log: Path) -> None:
 
 
 if __name__ == "__main__":
-    cli(KillsArgs, main, "python -m experiments.kills")
+    command(KillsArgs, main, "python -m experiments.kills")

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, write_result
+from benchmarks.common import command, environment, write_result
 from experiments.quickstart_seeds import PROBE, accuracies, run_module
-from lingua.args import cli, read_yaml
+from lingua.args import read_yaml
 from lingua.checkpoint import resolve
 from lingua.errors import UserError
 from lingua.evaluation.scores import interval
@@ -120,4 +120,4 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cli(ObjectivesArgs, main, "python -m experiments.objectives")
+    command(ObjectivesArgs, main, "python -m experiments.objectives")

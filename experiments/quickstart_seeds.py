@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, write_result
-from lingua.args import cli
+from benchmarks.common import command, environment, write_result
 from lingua.checkpoint import resolve
 from lingua.errors import UserError
 from lingua.metrics import read_metrics
@@ -90,4 +89,4 @@ def _bars(seeds: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    cli(SeedsArgs, main, "python -m experiments.quickstart_seeds")
+    command(SeedsArgs, main, "python -m experiments.quickstart_seeds")

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, write_result
+from benchmarks.common import command, environment, write_result
 from experiments.quickstart_seeds import run_module
 from lingua import paper
-from lingua.args import cli
 from lingua.errors import UserError
 from lingua.stool import records, sweep
 
@@ -126,4 +125,4 @@ def bars(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    cli(ScalingArgs, main, "python -m experiments.scaling")
+    command(ScalingArgs, main, "python -m experiments.scaling")

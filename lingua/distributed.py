@@ -248,6 +248,8 @@ def parallelize(model: nn.Module, world: World, args: DistributedArgs, dtype: to
             number of ranks.
         dtype: of computation. Parameters, gradients and their sums over ranks are fp32 (fp64 for fp64).
     """
+    if compile:
+        check_compiler(world.device)
     blocks = [block for stack in model.modules() if isinstance(stack, nn.ModuleList) for block in stack]
     for block in blocks:
         if args.activation_checkpointing != "none":
@@ -264,23 +266,46 @@ def parallelize(model: nn.Module, world: World, args: DistributedArgs, dtype: to
     return model
 
 
+def check_compiler(device: torch.device) -> None:
+    """Raise UserError if blocks cannot be compiled for a CPU for want of a C++ compiler."""
+    if device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise UserError(
+            "compile=true needs a C++ compiler on a CPU, and neither $CXX nor g++ is one: apt install g++, set CXX, or "
+            "give compile=false"
+        ) from None
+
+
+def is_product(op: Any) -> bool:
+    """Whether an operator multiplies matrices or computes attention by any of :mod:`lingua.attention`'s kernels."""
+    aten = torch.ops.aten
+    known = [
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.higher_order.flex_attention,
+    ]
+    # varlen_attn's operators, and those of xFormers, are there after their first use only.
+    return op in known or getattr(op, "namespace", "").startswith(("torch_attn", "xformers"))
+
+
 def _checkpointed(forward: Any, mode: str) -> Any:
     """A forward pass whose activations are computed again in the backward pass."""
     context = {}
     if mode == "selective":
-        kept = torch.ops.aten
-        products = [
-            kept.mm.default,
-            kept.addmm.default,
-            kept.bmm.default,
-            kept._scaled_dot_product_flash_attention.default,
-            kept._scaled_dot_product_efficient_attention.default,
-            kept._scaled_dot_product_cudnn_attention.default,
-            kept._scaled_dot_product_flash_attention_for_cpu.default,
-        ]
 
         def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if is_product(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
         context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
 

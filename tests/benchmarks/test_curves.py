@@ -63,5 +63,6 @@ def test_two_ranks_of_the_real_app(tmp_path: Path) -> None:
 def test_what_it_refuses() -> None:
     with pytest.raises(UserError, match="curves="):
         CurvesArgs(out="x", curves=["width"])
-    with pytest.raises(UserError, match="ranks="):
-        CurvesArgs(out="x", ranks=[0])
+    for bad in ({"ranks": [0]}, {"ranks": []}, {"repeats": 0}, {"curves": []}):
+        with pytest.raises(UserError, match=rf"^{next(iter(bad))}="):
+            CurvesArgs(out="x", **bad)

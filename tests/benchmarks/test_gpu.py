@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import BARS, KINDS, GpuArgs, bars, by_kind, main
+from lingua.errors import UserError
 from tests.benchmarks.test_gpu_smoke import needs_no_gpu, train_here
 
 
@@ -76,6 +77,22 @@ def test_what_begins_too_late_is_left_out_and_said_to_be(tmp_path: Path) -> None
     result = json.loads(out.read_text())
     assert {part["not run"] for part in result["parts"].values()} == {"0 minutes were over"}
     assert result["bars"] == []
+
+
+@needs_no_gpu
+def test_a_part_that_fails_is_named_and_the_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> dict:
+        raise OSError("no such kernel")
+
+    monkeypatch.setattr(gpu, "parts", lambda bench: {"whole": lambda: {"n": 1}, "broken": broken})
+    out = tmp_path / "out.json"
+    with pytest.raises(UserError, match=rf"1 parts failed \(broken\), the first by OSError: no such kernel: see {out}"):
+        main(GpuArgs(str(out)))
+    result = json.loads(out.read_text())
+    assert result["parts"]["whole"]["n"] == 1
+    assert "no such kernel" in result["parts"]["broken"]["failed"]
+    with pytest.raises(UserError, match="minutes=-1: expected"):
+        GpuArgs(str(out), minutes=-1)
 
 
 @needs_no_gpu

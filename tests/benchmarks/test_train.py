@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def test_what_it_refuses() -> None:
         TrainSpeedArgs(out="x", sizes=["7x7"])
     with pytest.raises(UserError, match="parts="):
         TrainSpeedArgs(out="x", parts=["peer"])
+    for empty in ({"sizes": []}, {"parts": []}):
+        with pytest.raises(UserError, match="expected at least one of each"):
+            TrainSpeedArgs(out="x", **empty)
+
+
+def test_without_transformers_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"peers\] needs the package transformers .* -r requirements-eval.txt"):
+        main(TrainSpeedArgs(out=str(tmp_path / "x"), toy=True))
 
 
 @pytest.mark.slow
@@ -62,12 +72,13 @@ def test_the_command_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = tmp_path / "train.json"
     main(TrainSpeedArgs(out=str(out), rounds=1, toy=True, parts=["products", "crossbert"]))
     result = json.loads(out.read_text())
-    assert {bar["name"] for bar in result["bars"]} == {
-        name for name in BARS if "over its bare" in name or "ratio" in name
-    }
+    measured = {name for name in BARS if "over its bare" in name or "ratio" in name}
+    assert measured == set(BARS) & set(result["figures"])
+    assert result["bars"] == []
     assert result["figures"]["6x256: FLOPs ratio of bert and crossbert"] > 1
     assert len(result["steps"]) == 2 * 2 * len(TOY_SIZES)
     assert "6x256: FLOP rate of bert" in capsys.readouterr().out
+    assert {bar["name"] for bar in bars(result["figures"])} == measured
     shares = shares_of_training(toy=True)
     assert all(0 < share < 1 for share in shares.values())
     memory = head_memory(torch.float32, 1, toy=True)

@@ -13,8 +13,10 @@ from apps.crossbert.model import CrossBert, CrossBertArgs
 from lingua.distributed import (
     DistributedArgs,
     World,
+    check_compiler,
     find_ranks,
     first_host,
+    is_product,
     parallelize,
     pick_dtype,
     precision,
@@ -144,6 +146,29 @@ def test_activation_checkpointing_keeps_what_it_says(mode: str) -> None:
     assert saved_bytes < plain_bytes
     assert (products == plain_products) == (mode == "selective")
     assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
+
+
+def test_attention_of_every_backend_is_a_product() -> None:
+    import torch.nn.attention.varlen  # registers its operators
+
+    assert is_product(torch.ops.torch_attn._varlen_attn.default)
+    assert is_product(torch.ops.higher_order.flex_attention)
+    assert is_product(torch.ops.aten._scaled_dot_product_flash_attention.default)
+    assert not is_product(torch.ops.aten.mul.Tensor)
+    assert not is_product(torch.ops.aten._softmax.default)
+
+
+def test_compiling_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    cpu = torch.device("cpu")
+    check_compiler(cpu)
+    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
+    with torch.device("meta"):
+        model = tiny()
+    with pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler .* apt install g\+\+"):
+        parallelize(model, World(cpu), DistributedArgs(), torch.float32, True)
+    check_compiler(torch.device("cuda"))  # Triton has its own
 
 
 def test_a_meta_model_gets_the_weights_of_a_plain_one() -> None:
