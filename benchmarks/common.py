@@ -19,7 +19,7 @@ from lingua.errors import UserError
 Args = TypeVar("Args")
 
 
-def command(args_class: type[Args], main: Callable[[Args], None], name: str) -> None:
+def command(args_class: type[Args], main: Callable[[Args], None], name: str, argv: list[str] | None = None) -> None:
     """:func:`lingua.args.cli` for a program that runs for long and then writes its field ``out``, and ``plot`` if it
     has one: whether they can be written is found out first."""
 
@@ -29,7 +29,7 @@ def command(args_class: type[Args], main: Callable[[Args], None], name: str) -> 
             check_writable(Path(file))
         main(args)
 
-    cli(args_class, checked, name)
+    cli(args_class, checked, name, argv)
 
 
 def check_writable(file: Path) -> None:

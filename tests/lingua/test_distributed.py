@@ -158,15 +158,15 @@ def test_attention_of_every_backend_is_a_product() -> None:
     assert not is_product(torch.ops.aten._softmax.default)
 
 
-def test_compiling_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_without_a_compiler_is_refused() -> None:
     from torch._inductor import config
 
     cpu = torch.device("cpu")
     check_compiler(cpu)
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
     with torch.device("meta"):
         model = tiny()
-    with pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler .* apt install g\+\+"):
+    missing = config.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with missing, pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler .* apt install g\+\+"):
         parallelize(model, World(cpu), DistributedArgs(), torch.float32, True)
     check_compiler(torch.device("cuda"))  # Triton has its own
 
