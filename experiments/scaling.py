@@ -66,16 +66,17 @@ def main(args: ScalingArgs) -> None:
     first = [f"budgets={args.budgets}", f"ratio={args.ratio}", *rates]
     sizes = [f"budgets={args.budgets[1:2]}", f"ratios={args.ratios}", *rates]
     last = [f"budgets=[{args.largest}]", f"laws={home}/first/fits.json", f"ratio={args.ratio}"]
-    swept: list[str] = []
-    for name, words in {"lr": first, "sizes": sizes}.items():
-        swept += launch(args, name, words)
+    swept = launch(args, "lr", first)
     fit(args, swept, "first")
+    # Apart: the best of several sizes at one budget would bend laws through the only one of the others.
+    fit(args, [*swept, *launch(args, "sizes", sizes)], "sizes")
     swept += launch(args, "largest", last)
     fit(args, swept, "all")
     figures = [f"table={home}/all.csv", f"fits={home}/all/fits.json", f"out={home}/figures"]
     run_module("apps.plots.figures", *figures, f"loss={args.loss}")
-    found = json.loads((home / "all/fits.json").read_text())
-    result = {"budgets": [*args.budgets, args.largest], **found, "bars": bars(found)}
+    found, of_sizes = (json.loads((home / name / "fits.json").read_text()) for name in ("all", "sizes"))
+    isoflop = {family: known["isoflop"] for family, known in of_sizes["families"].items()}
+    result = {"budgets": [*args.budgets, args.largest], **found, "sizes": isoflop, "bars": bars(found)}
     write_result(args.out, {**result, **environment("torch", "numpy")})
 
 

@@ -148,7 +148,18 @@ def family_laws(rows: list[Row], loss: str, args: FitArgs) -> dict[str, Any]:
     if args.score is not None:
         known = {b: [s for row in group if (s := number(row, args.score)) is not None] for b, group in budgets.items()}
         laws["100 - score"] = law_of({budget: 100 - max(scores) for budget, scores in known.items() if scores})
-    return {"runs": len(rows), "laws": laws, "isoflop": isoflop(budgets, loss)}
+    return {"runs": len(rows), "laws": laws, "isoflop": isoflop(budgets, loss), "sizes": uneven_sizes(budgets)}
+
+
+def size_of(row: Row) -> tuple[Any, ...]:
+    """Of a model: runs of one budget with several sizes are points of a parabola."""
+    return row["dim"], row["n_layers"], row.get("pred_layers")
+
+
+def uneven_sizes(budgets: dict[float, list[Row]]) -> dict[str, int] | None:
+    """Sizes of each budget, if some have several and others one: a law through the best of each is then bent."""
+    sizes = {f"{budget:.3g}": len({size_of(row) for row in group}) for budget, group in budgets.items()}
+    return sizes if min(sizes.values()) == 1 < max(sizes.values()) else None
 
 
 def law_of(points: dict[float, float]) -> dict[str, Any]:
@@ -174,16 +185,10 @@ def isoflop(budgets: dict[float, list[Row]], loss: str) -> dict[str, Any]:
     """A parabola of loss over log D/F for each budget with several sizes, and the best ratio over all of them."""
     parabolas = []
     for budget, group in budgets.items():
-        sizes = {(row["dim"], row["n_layers"], row.get("pred_layers")) for row in group}
+        sizes = {size_of(row) for row in group}
         if len(sizes) < 2:
             continue
-        of_size = [
-            min(
-                (row for row in group if (row["dim"], row["n_layers"], row.get("pred_layers")) == size),
-                key=lambda r: r[loss],
-            )
-            for size in sizes
-        ]
+        of_size = [min((r for r in group if size_of(r) == size), key=lambda r: r[loss]) for size in sizes]
         of_size.sort(key=lambda row: row["ratio"])
         points = [{"ratio": row["ratio"], "loss": row[loss], "run": row["run"]} for row in of_size]
         curve = parabola([row["ratio"] for row in of_size], [row[loss] for row in of_size])
@@ -229,6 +234,13 @@ def report(found: dict[str, Any]) -> str:
         text.append(markdown_table(header, rows))
     if reasons:
         text.append("".join(reasons))
+    for family, known in found["families"].items():
+        if sizes := known.get("sizes"):
+            each = ", ".join(f"{count} at {budget}" for budget, count in sizes.items())
+            text.append(
+                f"{family}: sizes were searched at some budgets only ({each}), so the laws above compare the best of "
+                "several with the only one: collect and fit the runs of one D/F apart.\n"
+            )
     text += [isoflop_table(family, known["isoflop"]) for family, known in found["families"].items()]
     if found["left_out"]:
         text.append("Left out:\n\n" + "".join(f"- {run['run']}: {run['why']}\n" for run in found["left_out"]))

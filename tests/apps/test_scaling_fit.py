@@ -271,7 +271,18 @@ def test_sizes_at_the_same_flops_give_the_best_ratio(tmp_path: Path) -> None:
     assert [curve["best"] for curve in known["budgets"][:2]] == pytest.approx([10, 40])
     assert known["budgets"][2]["best"] is None
     assert known["best_ratio"] == pytest.approx(20)
-    assert known["budgets"][2]["why"] in (tmp_path / "laws/fits.md").read_text()
+    text = (tmp_path / "laws/fits.md").read_text()
+    assert known["budgets"][2]["why"] in text
+    assert "at some budgets only" not in text
+
+
+def test_sizes_searched_at_some_budgets_only_are_told_of(tmp_path: Path) -> None:
+    one_more = made_up()[0] | {"run": "larger", "dim": 4096}
+    found = fitted([*made_up(), one_more], tmp_path)["families"]["bert"]["sizes"]
+    first = f"{one_more['budget']:.3g}"
+    assert found == {f"{r['budget']:.3g}": 1 for r in made_up()} | {first: 2}
+    assert f"sizes were searched at some budgets only (2 at {first}, 1 at " in (tmp_path / "laws/fits.md").read_text()
+    assert fitted(made_up(), tmp_path)["families"]["bert"]["sizes"] is None
 
 
 def test_the_papers_table(tmp_path: Path) -> None:
