@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
@@ -117,6 +120,8 @@ class Comparison:
                 "tokens_per_second": round(contestant.tokens / median(times)),
             }
         self.seconds.append(record)
+        speeds = (f"{name} {known['tokens_per_second']:,}" for name, known in record.items() if name != "size")
+        print(f"{size_name}: tokens/s: {', '.join(speeds)}", flush=True)
         return a, b, [t_b / t_a for t_a, t_b in rounds]
 
     def contestants(self, size: Size) -> tuple[Callable[..., Maker], Callable[..., Maker], Callable[..., Maker]]:
@@ -171,36 +176,58 @@ def bars(figures: dict[str, float]) -> list[dict[str, Any]]:
     return result
 
 
+def measure(args: TrainSpeedArgs, part: str, name: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Figures and step times of one part at one size."""
+    comparison = Comparison(args)
+    getattr(comparison, part)(name, (TOY_SIZES if args.toy else SIZES)[name])
+    return comparison.figures, comparison.seconds
+
+
 def main(args: TrainSpeedArgs) -> None:
-    """Time everything, print the table, write the JSON."""
+    """Time everything, print the table, write the JSON. Raises UserError if a part ended without figures."""
     if "peers" in args.parts:
         optional("transformers", "benchmarks.train with parts=[..., peers]", "requirements-eval.txt")
         check_compiler(pick_device())
-    comparison = Comparison(args)
-    sizes = TOY_SIZES if args.toy else SIZES
+    device = pick_device()
+    dtype = pick_dtype(args.dtype, device)
+    figures: dict[str, float] = {}
+    seconds: list[dict[str, Any]] = []
+    lost = []
     for name in args.sizes:
         for part in args.parts:
-            if part != "overheads":
-                getattr(comparison, part)(name, sizes[name])
-    figures = comparison.figures
+            if part == "overheads":
+                continue
+            try:  # each in a process of its own: one that has trained keeps the memory it had at most
+                with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+                    found, times = alone.submit(measure, args, part, name).result()
+            except BrokenProcessPool:
+                lost.append(f"{part} of {name}")
+                continue
+            figures |= found
+            seconds += times
     if "overheads" in args.parts:
-        figures |= head_memory(comparison.dtype, args.rounds, args.toy)
+        figures |= head_memory(dtype, args.rounds, args.toy)
         figures |= shares_of_training(args.toy) | ({} if args.toy else starts())
     result = {
-        "dtype": next(name for name, dtype in DTYPES.items() if dtype == comparison.dtype),
-        "device": str(comparison.device),
+        "dtype": next(name for name, known in DTYPES.items() if known == dtype),
+        "device": str(device),
         "threads": torch.get_num_threads(),
         "compile": args.compile,
         "rounds": args.rounds,
         "toy": args.toy,
         "bars": [] if args.toy else bars(figures),
         "figures": {name: round(value, 4) for name, value in figures.items()},
-        "steps": comparison.seconds,
+        "killed": lost,
+        "steps": seconds,
     }
     write_result(args.out, {**result, **environment("torch", "transformers", "numpy")})
     for bar in result["bars"]:
         sign = "<=" if bar["name"].startswith(AT_MOST) else ">="
         print(f"{'met' if bar['met'] else 'MISSED':7s}{bar['name']}: {bar['value']:.3g} ({sign} {bar['bound']})")
+    if lost:
+        raise UserError(
+            f"killed while measuring, as a rule for want of memory: {', '.join(lost)}. The rest is in {args.out}"
+        )
 
 
 if __name__ == "__main__":

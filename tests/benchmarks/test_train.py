@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import train
 from benchmarks.contestants import Size, bare_products, ours, peer
 from benchmarks.overheads import head_memory, shares_of_training
 from benchmarks.train import BARS, TOY_SIZES, TrainSpeedArgs, bars, main
@@ -65,6 +68,22 @@ def test_without_transformers_nothing_is_measured(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"peers\] needs the package transformers .* -r requirements-eval.txt"):
         main(TrainSpeedArgs(out=str(tmp_path / "x"), toy=True))
+
+
+def killed(args: TrainSpeedArgs, part: str, name: str) -> tuple[dict[str, float], list]:
+    """In place of a measurement that the system ends for want of memory."""
+    if part == "crossbert":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {f"{name}: {part}": 2.0}, [{"size": name}]
+
+
+def test_what_was_killed_is_named_and_the_rest_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "measure", killed)
+    out = tmp_path / "train.json"
+    with pytest.raises(UserError, match=r"want of memory: crossbert of 6x256\. The rest is in .*train\.json"):
+        main(TrainSpeedArgs(out=str(out), sizes=["6x256"], parts=["products", "crossbert"]))
+    result = json.loads(out.read_text())
+    assert (result["figures"], result["killed"]) == ({"6x256: products": 2.0}, ["crossbert of 6x256"])
 
 
 @pytest.mark.slow
