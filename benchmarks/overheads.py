@@ -163,9 +163,12 @@ def starts() -> dict[str, float]:
     """Seconds of ``import lingua`` and ``--help`` (the longer), and from the command to the first step of 28 x 768."""
     helps = []
     for words in (["-c", "import lingua"], ["-m", "apps.bert.train", "--help"], ["-m", "lingua.stool", "--help"]):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
-        helps.append(time.perf_counter() - start)
+        times = []
+        for _ in range(2):  # the first time, files come from the disk
+            start = time.perf_counter()
+            subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+            times.append(time.perf_counter() - start)
+        helps.append(min(times))
     with tempfile.TemporaryDirectory() as folder:
         data = prepare_text(Path(folder), "roberta")
         words = {"dump_dir": f"{folder}/run", "data.root_dir": data, "steps": 2, "logging.every": 1, "dtype": "auto"}
