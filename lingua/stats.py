@@ -136,7 +136,6 @@ def _over_shards(values: Tensor, mesh: Any, placements: tuple, reduction: str) -
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # compiled blocks would neither run hooks nor accept them without compiling
 def forward_statistics(
     model: nn.Module,
     args: tuple,
@@ -184,7 +183,9 @@ def forward_statistics(
         predicting = [model.generator] if hasattr(model, "generator") else model.children()
         handles += [child.register_forward_hook(see_states) for child in predicting]
     try:
-        with precision(), _attention_seen_by(see_attention):
+        # Compiled blocks would neither run hooks nor accept them without compiling. (As a decorator this would import
+        # the compiler wherever statistics are imported.)
+        with torch.compiler.set_stance("force_eager"), precision(), _attention_seen_by(see_attention):
             model(*args, **kwargs)
     finally:
         for handle in handles:

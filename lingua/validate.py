@@ -33,7 +33,6 @@ class ValidationArgs:
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # shapes differ by ratio and set: blocks would be compiled for each
 def validate(
     sources: dict[str, TokenSource],
     args: ValidationArgs,
@@ -66,7 +65,8 @@ def validate(
             for start in range(0, most, args.batch_rows):
                 part = slice(start, start + args.batch_rows)
                 rows = Rows(tokens[part], index[part], counts[part])
-                found = loss(rows, split_positions(rows.index_B, source.seq_len, ratio, 0))
+                with torch.compiler.set_stance("force_eager"):  # shapes differ: blocks would be compiled for each
+                    found = loss(rows, split_positions(rows.index_B, source.seq_len, ratio, 0))
                 parts.append(found._make(value.double() for value in found))
             for key, value in sum_over_ranks(add_up(parts)).figures().items():
                 results[f"valid/{name}/{key}@{ratio:g}" if masked else f"valid/{name}/next_token_{key}"] = value

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import run_app, tiny_words
+from tests.support import ROOT, environment, run_app, tiny_words
 
 APPS = ("bert", "crossbert")
 # Operators whose result the host must know before it can go on: on a GPU each waits until all work is done.
@@ -53,3 +55,9 @@ def test_each_kind_of_block_is_compiled_once(corpus: Path, tmp_path: Path, app: 
     changes = {"steps": 6, "batch_tokens": rows, "compile": "true", "stats__every": 3, "logging__every": 2}
     run_app(app, without_validation(tiny_words(app, corpus, tmp_path, **changes)))
     assert graphs["unique_graphs"] == kinds
+
+
+def test_the_compiler_is_not_imported_at_the_start() -> None:
+    """It takes a third of the time that an app takes to start."""
+    code = "import sys, apps.bert.train, apps.crossbert.train; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
