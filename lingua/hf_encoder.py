@@ -170,8 +170,8 @@ def load_hf_encoder(
         trust_remote_code: run the Python files that come with the model (NeoBERT needs it).
 
     Raises:
-        UserError: no such model, no connection, weights that are not those of an encoder, a decoder, or too long a
-            sequence.
+        UserError: no such model, no connection, weights that are not those of an encoder, a decoder whose
+            ending is not known, or too long a sequence.
     """
     if (Path(name) / "config.yaml").is_file() and not (Path(name) / "config.json").is_file():
         raise UserError(f"hf:{name}: is a run of this library, not a model of transformers: give ckpt={name}")
