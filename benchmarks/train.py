@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -66,6 +66,7 @@ class TrainSpeedArgs:
     dtype: str = "auto"  # precision of all: auto, bf16, fp32, fp64
     compile: bool = False  # compile the blocks of ours too (those of the peers are, where it says so)
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
+    rows: int | None = None  # in a step, instead of the size's own (two models of 28x768 at 4 rows fill 24 GB)
     parts: list[str] = field(default_factory=lambda: ["products", "crossbert", "peers", "overheads"])
     toy: bool = False  # tiny sizes, to try it
 
@@ -76,8 +77,9 @@ class TrainSpeedArgs:
             raise UserError(f"parts={sorted(unknown)}: expected some of products, crossbert, peers, overheads")
         if not self.sizes or not self.parts:
             raise UserError(f"sizes={self.sizes}, parts={self.parts}: expected at least one of each")
-        if self.rounds < 1:
-            raise UserError(f"rounds={self.rounds}: expected at least 1")
+        for name in ("rounds", "rows"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name}={value}: expected at least 1")
 
 
 Maker = Callable[[], Contestant]
@@ -179,7 +181,8 @@ def bars(figures: dict[str, float]) -> list[dict[str, Any]]:
 def measure(args: TrainSpeedArgs, part: str, name: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Figures and step times of one part at one size."""
     comparison = Comparison(args)
-    getattr(comparison, part)(name, (TOY_SIZES if args.toy else SIZES)[name])
+    size = (TOY_SIZES if args.toy else SIZES)[name]
+    getattr(comparison, part)(name, replace(size, rows=args.rows or size.rows))
     return comparison.figures, comparison.seconds
 
 
@@ -214,6 +217,7 @@ def main(args: TrainSpeedArgs) -> None:
         "threads": torch.get_num_threads(),
         "compile": args.compile,
         "rounds": args.rounds,
+        "rows": args.rows,
         "toy": args.toy,
         "bars": [] if args.toy else bars(figures),
         "figures": {name: round(value, 4) for name, value in figures.items()},

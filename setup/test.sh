@@ -19,4 +19,5 @@ elif [ $# -gt 0 ] && [[ $1 != -* ]]; then
 fi
 "$PY" -m ruff check .
 "$PY" -m ruff format --check .
-exec "$PY" -m pytest "${select[@]}" "$@"
+# Two processes, as many as it takes to keep two cores busy: each test has one thread. -n 0 to see all they print.
+exec "$PY" -m pytest -n 2 --dist loadgroup "${select[@]}" "$@"

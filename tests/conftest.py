@@ -20,3 +20,10 @@ torch.set_num_threads(1)
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data.root_dir with one source, ``made_up``, in roberta tokens."""
     return prepare(tmp_path_factory.mktemp("corpus"), made_up_documents(300))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process of ``-n`` runs a whole file, whose fixtures are made once, and one of them all tests of SLURM."""
+    for item in items:
+        where = item.path.relative_to(item.config.rootpath).as_posix()
+        item.add_marker(pytest.mark.xdist_group("slurm" if where.startswith("tests/slurm/") else where))
