@@ -2,11 +2,12 @@
 
     python -m benchmarks.curves out=docs/results/curves.json plot=docs/images/curves
 
-Training steps as in benchmarks.train. The line through each family's reference (512 tokens, as many rows as the size
-has, the paper's hidden ratio) says how fast the others would be if every FLOP took as long as it does there. What lies
-above it is FLOPs that are cheaper there, what lies below costs that are no FLOPs. Ranks are processes of the real app
-on this machine's CPUs, one thread each, the model sharded over all of them: with more of them than CPUs they show what
-sharing costs, not speed.
+Training steps as in benchmarks.train, each timed in turns with a step of its family's reference (512 tokens, as many
+rows as the size has, the paper's hidden ratio), so that a machine that is slower for a while is so for both. The line
+through the reference says how fast the others would be if every FLOP took as long as it does there. What lies above it
+is FLOPs that are cheaper there, what lies below costs that are no FLOPs. Ranks are processes of the real app on this
+machine's CPUs, one thread each, the model sharded over all of them: with more of them than CPUs they show what sharing
+costs, not speed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from statistics import median
 import torch
 
 from apps.plots.style import FAMILY_COLORS, FAMILY_NAMES, legend, panels, save
-from benchmarks.backends import milliseconds
 from benchmarks.common import command, environment, write_result
-from benchmarks.contestants import Size, ours
+from benchmarks.contestants import Contestant, Size, ours
 from benchmarks.gpu_smoke import train
 from benchmarks.made_up import prepare_text
+from benchmarks.train import in_turns
 from lingua.distributed import pick_device, pick_dtype
 from lingua.errors import UserError
 from lingua.metrics import read_metrics
@@ -47,7 +48,7 @@ class CurvesArgs:
     plot: str | None = None  # also PLOT.png and PLOT.svg
     curves: list[str] = field(default_factory=lambda: list(AXES))
     ranks: list[int] = field(default_factory=lambda: [1, 2, 4])
-    repeats: int = 3  # timed steps of each point, after three that are not
+    repeats: int = 3  # timed steps of each point and of the reference in turns, after three that are not
     compile: bool = False
     toy: bool = False  # tiny sizes, to try it
 
@@ -74,15 +75,37 @@ def sizes(curve: str, family: str, reference: Size) -> Iterator[tuple[float, Siz
         yield from ((ratio, replace(reference, hidden_ratio=ratio)) for ratio in RATIOS[family])
 
 
-def measure(args: CurvesArgs, family: str, size: Size, device: torch.device) -> dict[str, float]:
-    """View tokens a second of a step, and its FLOPs for each of them."""
-    torch.compiler.reset()
-    contestant = ours(family, size, device, pick_dtype("auto", device), args.compile)
-    seconds = milliseconds(contestant.step, device, args.repeats) / 1e3
-    return {
-        "tokens_per_second": contestant.tokens / seconds,
-        "flops_per_token": contestant.all_flops / contestant.tokens,
-    }
+class Reference:
+    """A family's step at the reference's size, and how others compare with it."""
+
+    def __init__(self, args: CurvesArgs, family: str, size: Size, device: torch.device) -> None:
+        self.args, self.family, self.device = args, family, device
+        self.step = self._make(size)
+        self.seconds: list[float] = []
+
+    def _make(self, size: Size) -> Contestant:
+        return ours(self.family, size, self.device, pick_dtype("auto", self.device), self.args.compile)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """View tokens a second: the median over all that was measured beside it."""
+        return self.step.tokens / median(self.seconds)
+
+    def measure(self, size: Size) -> dict[str, float]:
+        """View tokens a second of a step over those of the reference, and its FLOPs for each of them."""
+        torch.compiler.reset()  # there is a limit to how many shapes a block is compiled for
+        other = self._make(size)
+        rounds = in_turns(self.step, other, self.args.repeats, self.device)
+        self.seconds += [mine for mine, _ in rounds]
+        ratio = median(mine / its for mine, its in rounds) * other.tokens / self.step.tokens
+        return {"over_reference": ratio, "flops_per_token": other.all_flops / other.tokens}
+
+    def finish(self, points: list[dict[str, float]]) -> None:
+        """Add to each point its speed, and that which it would have at the reference's FLOP rate."""
+        flops_per_token = self.step.all_flops / self.step.tokens
+        for point in points:
+            point["tokens_per_second"] = self.tokens_per_second * point["over_reference"]
+            point["predicted"] = self.tokens_per_second * flops_per_token / point["flops_per_token"]
 
 
 def measure_ranks(args: CurvesArgs, family: str, n: int, size: Size, folder: Path) -> float:
@@ -102,11 +125,21 @@ def measure_ranks(args: CurvesArgs, family: str, n: int, size: Size, folder: Pat
     return median(speeds[4:])
 
 
-def predict(points: list[dict[str, float]], reference: dict[str, float]) -> None:
-    """Add to each point the speed it would have at the reference's FLOP rate."""
-    rate = reference["tokens_per_second"] * reference["flops_per_token"]
-    for point in points:
-        point["predicted"] = rate / point["flops_per_token"]
+def ranks_beside(args: CurvesArgs, size: Size, device: torch.device) -> dict[str, list[dict[str, float]]]:
+    """The curve of ranks. Predicted is the first number's speed for each rank, times those that have a device."""
+    units = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        prepare_text(Path(name), "roberta", 20_000)
+        for family in FAMILY_NAMES:
+            speeds = {n: measure_ranks(args, family, n, size, Path(name)) for n in args.ranks}
+            alone = speeds[args.ranks[0]] / args.ranks[0]
+            found[family] = [
+                {"at": n, "tokens_per_second": speed, "predicted": alone * min(n, units)} for n, speed in speeds.items()
+            ]
+            reached = ", ".join(f"{n}: {speed:.0f}" for n, speed in speeds.items())
+            print(f"ranks, {family}, tokens/s: {reached}", flush=True)
+    return found
 
 
 def draw(found: dict[str, dict[str, list[dict[str, float]]]], stem: Path) -> None:
@@ -134,37 +167,26 @@ def main(args: CurvesArgs) -> None:
     """Measure all curves, write the JSON, draw the plot."""
     device = pick_device()
     reference = TOY if args.toy else SIZES[device.type]
-    at_reference = {family: measure(args, family, reference, device) for family in FAMILY_NAMES}
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for curve in args.curves:
-            if curve == "ranks":
-                prepare_text(folder, "roberta", 20_000)
-            found[curve] = {}
-            for family in FAMILY_NAMES:
-                if curve == "ranks":
-                    speeds = {n: measure_ranks(args, family, n, reference, folder) for n in args.ranks}
-                    alone = speeds[args.ranks[0]] / args.ranks[0]
-                    units = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
-                    points = [
-                        {"at": n, "tokens_per_second": speed, "predicted": alone * min(n, units)}
-                        for n, speed in speeds.items()
-                    ]
-                else:
-                    points = [
-                        {"at": at, **measure(args, family, size, device)}
-                        for at, size in sizes(curve, family, reference)
-                    ]
-                    predict(points, at_reference[family])
-                found[curve][family] = points
-                print(f"{curve}, {family}: " + ", ".join(f"{p['at']:g}: {p['tokens_per_second']:.0f}" for p in points))
+    of_steps = [curve for curve in args.curves if curve != "ranks"]
+    families = {family: Reference(args, family, reference, device) for family in FAMILY_NAMES if of_steps}
+    found: dict[str, dict[str, list[dict[str, float]]]] = {curve: {} for curve in args.curves}
+    for curve in of_steps:
+        for family, known in families.items():
+            points = [{"at": at, **known.measure(size)} for at, size in sizes(curve, family, reference)]
+            found[curve][family] = points
+            over = ", ".join(f"{point['at']:g}: {point['over_reference']:.2f}" for point in points)
+            print(f"{curve}, {family}, tokens/s over the reference's: {over}", flush=True)
+    for curve in of_steps:
+        for family, known in families.items():
+            known.finish(found[curve][family])
+    if "ranks" in args.curves:
+        found["ranks"] = ranks_beside(args, reference, device)
     result = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "dtype": str(pick_dtype("auto", device)).removeprefix("torch."),
         "compile": args.compile,
-        "reference": at_reference,
+        "reference_tokens_per_second": {family: round(known.tokens_per_second) for family, known in families.items()},
         "curves": found,
     }
     write_result(args.out, {**result, **environment("torch", "numpy")})

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import curves
-from benchmarks.contestants import Size
-from benchmarks.curves import TOY, CurvesArgs, main, measure_ranks, predict, sizes
+from benchmarks.contestants import Contestant, Size
+from benchmarks.curves import TOY, CurvesArgs, Reference, main, measure_ranks, sizes
 from benchmarks.made_up import prepare_text
 from lingua.errors import UserError
 
@@ -28,9 +29,17 @@ def test_where_it_measures() -> None:
     assert REFERENCE.ratio("crossbert") == 0.5
 
 
-def test_twice_the_flops_are_predicted_to_take_twice_the_time() -> None:
-    points = [{"at": 1, "tokens_per_second": 7.0, "flops_per_token": 60.0}]
-    predict(points, {"tokens_per_second": 10.0, "flops_per_token": 30.0})
+def test_twice_the_flops_are_predicted_to_take_twice_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Steps of 4 tokens: the reference's costs 30 FLOPs a token, the other's 60.
+    steps = iter([Contestant("bert", print, 4, all_flops=120.0), Contestant("bert", print, 8, all_flops=480.0)])
+    monkeypatch.setattr(curves, "ours", lambda *given: next(steps))
+    # The machine is twice as slow in the second round. Of the steps in turns, the other takes 4 times as long.
+    monkeypatch.setattr(curves, "in_turns", lambda *given: [(0.4, 1.6), (0.8, 3.2), (0.4, 1.6)])
+    reference = Reference(CurvesArgs("x"), "bert", TOY, torch.device("cpu"))
+    points = [reference.measure(TOY)]
+    reference.finish(points)
+    assert points[0]["over_reference"] == 0.5  # twice the tokens in 4 times the time
+    assert points[0]["tokens_per_second"] == 5.0
     assert points[0]["predicted"] == 5.0
 
 
