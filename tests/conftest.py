@@ -23,7 +23,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process of ``-n`` runs a whole file, whose fixtures are made once, and one of them all tests of SLURM."""
+    """One process of ``-n`` runs a whole file, whose fixtures are made once, and one of them all tests of SLURM.
+
+    Files with slow tests come first: what is left in the end is short.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         where = item.path.relative_to(item.config.rootpath).as_posix()
         item.add_marker(pytest.mark.xdist_group("slurm" if where.startswith("tests/slurm/") else where))
