@@ -12,7 +12,9 @@ costs, not speed.
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -37,7 +39,7 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)  # of as many rows as make the
 ROWS = (1, 2, 4, 8, 16, 32)
 RATIOS = {"bert": (0.1, 0.2, 0.3, 0.5), "crossbert": (0.5, 0.6, 0.7, 0.8, 0.9)}
 AXES = {"length": "tokens in a row", "batch": "rows in a step", "ratio": "hidden ratio", "ranks": "ranks"}
-STEPS = 12  # of the app on several ranks; the first four do not count
+STEPS = 10  # of the app on several ranks; the first four do not count
 
 
 @dataclass
@@ -48,7 +50,7 @@ class CurvesArgs:
     plot: str | None = None  # also PLOT.png and PLOT.svg
     curves: list[str] = field(default_factory=lambda: list(AXES))
     ranks: list[int] = field(default_factory=lambda: [1, 2, 4])
-    repeats: int = 3  # timed steps of each point and of the reference in turns, after three that are not
+    repeats: int = 3  # timed steps of each point and of the reference in turns, after three that are not; runs on ranks
     compile: bool = False
     toy: bool = False  # tiny sizes, to try it
 
@@ -109,18 +111,21 @@ class Reference:
 
 
 def measure_ranks(args: CurvesArgs, family: str, n: int, size: Size, folder: Path) -> float:
-    """View tokens a second of ``apps.FAMILY.train`` on ``n`` ranks."""
-    most = max(args.ranks)
+    """View tokens a second of ``apps.FAMILY.train`` on ``n`` ranks, which share the reference's rows."""
+    micro_rows = max(1, size.rows // math.lcm(*args.ranks))  # the same on any number of ranks, and the step too
+    rows = micro_rows * math.lcm(*args.ranks)
+    run = folder / f"{family}_{n}"
+    shutil.rmtree(run, ignore_errors=True)  # of the turn before
     values = {
-        "dump_dir": folder / f"{family}_{n}", "data.root_dir": folder / "data", "data.seq_len": size.seq_len,
-        "batch_tokens": most * size.rows * size.seq_len * (2 if family == "crossbert" else 1),
-        "micro_rows": size.rows, "steps": STEPS, "dtype": "auto", "logging.every": 1, "logging.tensorboard": "false",
+        "dump_dir": run, "data.root_dir": folder / "data", "data.seq_len": size.seq_len,
+        "batch_tokens": rows * size.seq_len * (2 if family == "crossbert" else 1), "micro_rows": micro_rows,
+        "steps": STEPS, "dtype": "auto", "logging.every": 1, "logging.tensorboard": "false",
         "checkpoint.dump.every": 10 * STEPS, "distributed.dp_shard": -1, "compile": str(args.compile).lower(),
         **{f"model.{name}": getattr(size, name) for name in ("dim", "n_layers", "n_heads")},
     }  # fmt: skip
     if family == "crossbert":
         values["model.predictor.n_layers"] = size.predictor_layers
-    run = train(family, [f"{key}={value}" for key, value in values.items()], n, OMP_NUM_THREADS="1")
+    train(family, [f"{key}={value}" for key, value in values.items()], n, OMP_NUM_THREADS="1")
     speeds = [record["tokens_per_second"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     return median(speeds[4:])
 
@@ -132,7 +137,10 @@ def ranks_beside(args: CurvesArgs, size: Size, device: torch.device) -> dict[str
     with tempfile.TemporaryDirectory() as name:
         prepare_text(Path(name), "roberta", 20_000)
         for family in FAMILY_NAMES:
-            speeds = {n: measure_ranks(args, family, n, size, Path(name)) for n in args.ranks}
+            turns = [
+                {n: measure_ranks(args, family, n, size, Path(name)) for n in args.ranks} for _ in range(args.repeats)
+            ]
+            speeds = {n: median(turn[n] for turn in turns) for n in args.ranks}
             alone = speeds[args.ranks[0]] / args.ranks[0]
             found[family] = [
                 {"at": n, "tokens_per_second": speed, "predicted": alone * min(n, units)} for n, speed in speeds.items()
