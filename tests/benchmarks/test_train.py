@@ -15,7 +15,7 @@ import torch
 from benchmarks import train
 from benchmarks.contestants import Size, bare_products, ours, peer
 from benchmarks.overheads import head_memory, shares_of_training
-from benchmarks.train import BARS, TOY_SIZES, TrainSpeedArgs, bars, main
+from benchmarks.train import BARS, TOY_SIZES, Comparison, TrainSpeedArgs, bars, main, measure
 from lingua.errors import UserError
 
 SIZE = Size(32, 2, 2, predictor_layers=1, rows=2, seq_len=20, vocab_size=50)
@@ -62,6 +62,17 @@ def test_what_it_refuses() -> None:
     for empty in ({"sizes": []}, {"parts": []}):
         with pytest.raises(UserError, match="expected at least one of each"):
             TrainSpeedArgs(out="x", **empty)
+    for name in ("rounds", "rows"):
+        with pytest.raises(UserError, match=f"{name}=0: expected at least 1"):
+            TrainSpeedArgs(out="x", **{name: 0})
+
+
+def test_rows_replace_those_of_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(Comparison, "peers", lambda self, name, size: taken.append((size.dim, size.rows)))
+    for rows in (None, 1):
+        measure(TrainSpeedArgs(out="x", rows=rows), "peers", "28x768")
+    assert taken == [(768, 4), (768, 1)]
 
 
 def test_without_transformers_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
