@@ -112,14 +112,14 @@ class Reference:
 
 def measure_ranks(args: CurvesArgs, family: str, n: int, size: Size, folder: Path) -> float:
     """View tokens a second of ``apps.FAMILY.train`` on ``n`` ranks, which share the reference's rows."""
-    micro_rows = max(1, size.rows // math.lcm(*args.ranks))  # the same on any number of ranks, and the step too
-    rows = micro_rows * math.lcm(*args.ranks)
+    parts = math.lcm(*args.ranks)
+    micro_rows = max(1, size.rows // parts)  # the same on any number of ranks, as is the whole step
     run = folder / f"{family}_{n}"
     shutil.rmtree(run, ignore_errors=True)  # of the turn before
     values = {
         "dump_dir": run, "data.root_dir": folder / "data", "data.seq_len": size.seq_len,
-        "batch_tokens": rows * size.seq_len * (2 if family == "crossbert" else 1), "micro_rows": micro_rows,
-        "steps": STEPS, "dtype": "auto", "logging.every": 1, "logging.tensorboard": "false",
+        "batch_tokens": parts * micro_rows * size.seq_len * (2 if family == "crossbert" else 1),
+        "micro_rows": micro_rows, "steps": STEPS, "dtype": "auto", "logging.every": 1, "logging.tensorboard": "false",
         "checkpoint.dump.every": 10 * STEPS, "distributed.dp_shard": -1, "compile": str(args.compile).lower(),
         **{f"model.{name}": getattr(size, name) for name in ("dim", "n_layers", "n_heads")},
     }  # fmt: skip
@@ -176,8 +176,10 @@ def main(args: CurvesArgs) -> None:
     device = pick_device()
     reference = TOY if args.toy else SIZES[device.type]
     of_steps = [curve for curve in args.curves if curve != "ranks"]
-    families = {family: Reference(args, family, reference, device) for family in FAMILY_NAMES if of_steps}
     found: dict[str, dict[str, list[dict[str, float]]]] = {curve: {} for curve in args.curves}
+    if "ranks" in args.curves:  # first, while this process holds no memory of the device
+        found["ranks"] = ranks_beside(args, reference, device)
+    families = {family: Reference(args, family, reference, device) for family in FAMILY_NAMES if of_steps}
     for curve in of_steps:
         for family, known in families.items():
             points = [{"at": at, **known.measure(size)} for at, size in sizes(curve, family, reference)]
@@ -187,8 +189,6 @@ def main(args: CurvesArgs) -> None:
     for curve in of_steps:
         for family, known in families.items():
             known.finish(found[curve][family])
-    if "ranks" in args.curves:
-        found["ranks"] = ranks_beside(args, reference, device)
     result = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
