@@ -20,4 +20,4 @@ fi
 "$PY" -m ruff check .
 "$PY" -m ruff format --check .
 # Two processes, as many as it takes to keep two cores busy: each test has one thread. -n 0 to see all they print.
-exec "$PY" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "${select[@]}" "$@"
+exec "$PY" -m pytest -n 2 --no-loadscope-reorder "${select[@]}" "$@"

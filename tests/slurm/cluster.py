@@ -169,12 +169,16 @@ def _wait_for(condition: object, seconds: float, what: str) -> None:
 
 
 def _free_ports() -> int:
-    """The first of a hundred ports, of which the ones of the daemons are free."""
-    for base in range(21000, 30000, 100):
+    """The first of a hundred ports, of which the ones of the daemons are free.
+
+    Each process starts looking at a place of its own: another's daemons may not listen yet.
+    """
+    for number in range(90):
+        base = 21000 + (os.getpid() + number) % 90 * 100
         probes = [socket.socket() for _ in range(3)]
         try:
-            for number, probe in enumerate(probes):
-                probe.bind(("127.0.0.1", base + number))
+            for offset, probe in enumerate(probes):
+                probe.bind(("127.0.0.1", base + offset))
             return base
         except OSError:
             continue
