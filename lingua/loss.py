@@ -58,22 +58,43 @@ def _softmax(logits_NV: Tensor, buffer_NV: Tensor | None, wide: torch.dtype) -> 
     return softmax_NV, logits_NV.gather(1, index_N1).to(wide) - largest_N1.log()
 
 
+def _sample(softmax_NV: Tensor, uniform_N1: Tensor) -> Tensor:
+    """The first index of each row at which the cumulative probability exceeds the number; int64 [N]."""
+    cumulative_NV = softmax_NV.cumsum(dim=1)
+    # The last of them is not quite 1; rounding must not step over it either.
+    uniform_N1 = uniform_N1.to(cumulative_NV.dtype) * cumulative_NV[:, -1:]
+    return torch.searchsorted(cumulative_NV, uniform_N1, right=True).squeeze(1).clamp(max=softmax_NV.shape[1] - 1)
+
+
 def _to_gradient_(
-    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, wide: torch.dtype, wanted: bool
-) -> Tensor:
-    """The weighted loss of a chunk, whose logits become their gradients, before weighting, in place if ``wanted``."""
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    uniform_N: Tensor | None,
+    z_loss: float,
+    wide: torch.dtype,
+    wanted: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """The weighted loss of a chunk, and samples if there is ``uniform_N``.
+
+    The logits become their gradients, before weighting, in place if ``wanted``.
+    """
     loss = torch.zeros((), dtype=wide, device=logits_NV.device)
+    samples: list[Tensor] = []
     rows, buffer_NV = len(logits_NV), None
     if logits_NV.device.type == "cpu":
         rows = max(1, CACHED_LOGITS // logits_NV.shape[1])
         if logits_NV.dtype != wide:
             buffer_NV = torch.empty(rows, logits_NV.shape[1], dtype=wide)
-    for part_MV, targets_M1, weights_M1 in zip(
-        logits_NV.split(rows), targets_N[:, None].split(rows), weights_N[:, None].split(rows), strict=True
+    columns = (targets_N, weights_N, targets_N if uniform_N is None else uniform_N)
+    for part_MV, targets_M1, weights_M1, uniform_M1 in zip(
+        logits_NV.split(rows), *(column[:, None].split(rows) for column in columns), strict=True
     ):
         target_M1 = part_MV.gather(1, targets_M1).to(wide)
         grad_MV, log_z_M1 = _softmax(part_MV, buffer_NV, wide)
         loss += ((log_z_M1 - target_M1) * weights_M1).sum()
+        if uniform_N is not None:
+            samples.append(_sample(grad_MV, uniform_M1))
         if z_loss:
             loss += z_loss * (log_z_M1.square() * weights_M1).sum()
         if not wanted:
@@ -84,14 +105,22 @@ def _to_gradient_(
         grad_MV.scatter_add_(1, targets_M1, torch.full_like(targets_M1, -1, dtype=wide))
         if grad_MV is not part_MV:
             part_MV.copy_(grad_MV)
-    return loss
+    return loss, samples
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss and both gradients of a chunk of rows are made while its logits exist, then these are dropped."""
+    """Loss, samples and both gradients of a chunk of rows are made while its logits exist, then these are dropped."""
 
     @staticmethod
-    def forward(ctx, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> Tensor:
+    def forward(
+        ctx,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        weights_N: Tensor,
+        uniform_N: Tensor | None,
+        z_loss: float,
+    ) -> tuple[Tensor, Tensor | None]:
         device, dtype = x_ND.device.type, _product_dtype(x_ND)
         wide = torch.promote_types(dtype, torch.float32)
         x, weight = x_ND.to(dtype), weight_VD.to(dtype)
@@ -99,11 +128,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x_ND) if needs_x else None
         grad_weight = None
         loss = torch.zeros((), dtype=wide, device=x.device)
+        samples = [] if uniform_N is None else [targets_N[:0]]
         rows = CHUNK_ROWS[device]
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             grad = x[part] @ weight.T
-            loss += _to_gradient_(grad, targets_N[part], weights_N[part], z_loss, wide, needs_x or needs_weight)
+            uniform = None if uniform_N is None else uniform_N[part]
+            of_part, drawn = _to_gradient_(
+                grad, targets_N[part], weights_N[part], uniform, z_loss, wide, needs_x or needs_weight
+            )
+            loss += of_part
+            samples += drawn
             # Weights go into the narrow factors, not into the gradient, which is as wide as the vocabulary.
             weights = weights_N[part, None].to(dtype)
             if grad_x is not None:
@@ -115,17 +150,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=wide)
         ctx.weight_dtype = weight_VD.dtype
         ctx.save_for_backward(grad_x, grad_weight)
-        return loss
+        return loss, torch.cat(samples) if samples else None  # of integers, autograd knows that they have no gradient
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor):
+    def backward(ctx, grad_loss: Tensor, _: None):
         grad_x, grad_weight = ctx.saved_tensors
         is_one = grad_loss.device.type == "cpu" and bool(grad_loss == 1)  # nearly always; a GPU would be waited for
         if grad_x is not None:
             grad_x = grad_x if is_one else grad_x * grad_loss.to(grad_x.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight if is_one else grad_weight * grad_loss).to(ctx.weight_dtype)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 def cross_entropy(
@@ -143,26 +178,18 @@ def cross_entropy(
         z_loss: weight of ``(log sum exp logits)^2``, which is added at each target and keeps logits from drifting
             (PaLM, section 5).
     """
-    loss = _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, weights_N, z_loss)
+    loss, _ = _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, weights_N, None, z_loss)
     return LossSum(loss, weights_N.sum())
 
 
-@torch.no_grad()
-def sample_tokens(x_ND: Tensor, weight_VD: Tensor, uniform_N: Tensor) -> Tensor:
-    """One token id a row, drawn from ``softmax(x @ weight.T)``; int64 [N].
+def cross_entropy_and_samples(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, uniform_N: Tensor, z_loss: float = 0.0
+) -> tuple[LossSum, Tensor]:
+    """:func:`cross_entropy`, and from the same logits one token id a row, drawn from their softmax; int64 [N].
 
     Args:
-        x_ND, weight_VD: as in :func:`cross_entropy`, with logits in chunks and in the same precision.
         uniform_N: numbers from 0 up to but not including 1, of which the draw is a function: the first token is
             taken at which the cumulative probability exceeds the number.
     """
-    dtype = _product_dtype(x_ND)
-    x, weight = x_ND.to(dtype), weight_VD.to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    samples, rows = [], CHUNK_ROWS[x.device.type]
-    for part, uniform in zip(x.split(rows), uniform_N.split(rows), strict=True):
-        cumulative = (part @ weight.T).to(wide).softmax(dim=1).cumsum(dim=1)
-        # The last of them is not quite 1; rounding must not step over it either.
-        chosen = torch.searchsorted(cumulative, uniform[:, None].to(wide) * cumulative[:, -1:], right=True)
-        samples.append(chosen.squeeze(1).clamp(max=weight.shape[0] - 1))
-    return torch.cat(samples)
+    loss, samples_N = _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, weights_N, uniform_N, z_loss)
+    return LossSum(loss, weights_N.sum()), samples_N

@@ -16,7 +16,7 @@ from lingua.distributed import all_sum
 from lingua.errors import UserError, check_fields
 from lingua.flops import ForwardFlops, block_flops, matrix_parameters, product_flops, stack_flops
 from lingua.hashing import counter_hash
-from lingua.loss import cross_entropy, sample_tokens
+from lingua.loss import cross_entropy_and_samples
 from lingua.masking import View, hidden_count, target_weights
 from lingua.rotary import rotary_angles
 from lingua.transformer import Encoder, EncoderBlock, RMSNorm, TransformerArgs, check_heads, init_weights
@@ -173,11 +173,12 @@ class Electra(nn.Module):
         weights_BM = target_weights(targets_BM, self.special_ids, weight_B)
         x_ND = self.generator(inputs_BS, embedding_VD, view.hidden_BM, mask).flatten(0, 1)
         z_loss = self.args.z_loss if self.training else 0.0
-        generator, targets = cross_entropy(x_ND, embedding_VD, targets_BM.flatten(), weights_BM.flatten(), z_loss)
-
         # 24 bits of a hash, which fit a float32.
         uniform_BM = (counter_hash(self.seed, 3, index_B[:, None], view.hidden_BM) >> 40 & (1 << 24) - 1) / (1 << 24)
-        sampled_BM = sample_tokens(x_ND, embedding_VD, uniform_BM.flatten()).view_as(targets_BM)
+        of_hidden = (part_BM.flatten() for part_BM in (targets_BM, weights_BM, uniform_BM))
+        (generator, targets), sampled_N = cross_entropy_and_samples(x_ND, embedding_VD, *of_hidden, z_loss)
+        sampled_BM = sampled_N.view_as(targets_BM)
+
         is_special_BM = target_weights(targets_BM, self.special_ids) == 0
         corrupted_BS = tokens_BS.scatter(1, view.hidden_BM, torch.where(is_special_BM, targets_BM, sampled_BM))
 
@@ -209,7 +210,7 @@ class Electra(nn.Module):
         return block_flops(self.encoder.layers, self.args.attention_width, seq_len) + generator
 
     def row_flops(self, seq_len: int, hidden_ratio: float) -> ForwardFlops:
-        """What the forward pass of one row costs the hardware, without the logits that samples are drawn from again."""
+        """What the forward pass of one row costs the hardware."""
         hidden = hidden_count(seq_len, hidden_ratio)
         total = stack_flops(self.encoder.layers, self.args.attention_width, seq_len)
         total += stack_flops(self.generator.layers, self.generator.args.attention_width, seq_len)

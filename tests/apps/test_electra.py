@@ -18,7 +18,7 @@ from lingua.checkpoint import complete_checkpoints
 from lingua.errors import UserError
 from lingua.features import load_encoder
 from lingua.hashing import counter_hash
-from lingua.loss import add_up, sample_tokens
+from lingua.loss import LossSum, add_up, cross_entropy, cross_entropy_and_samples
 from lingua.masking import View, mask_tokens, split_positions
 from lingua.metrics import read_metrics
 from lingua.rotary import RopeScaling, rotary_angles
@@ -131,11 +131,20 @@ def test_the_loss_equals_a_plain_float64_reference(rtd: dict) -> None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-8)
 
 
+def samples_are(samples: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the generator predicts."""
+
+    def chosen(x_ND: Tensor, *others: Tensor) -> tuple[LossSum, Tensor]:
+        return cross_entropy_and_samples(x_ND, *others)[0], samples
+
+    monkeypatch.setattr(electra, "cross_entropy_and_samples", chosen)
+
+
 def test_a_sample_that_is_the_original_token_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = tiny(), inputs()
     tokens, view = batch[1:3]
     originals = tokens.gather(1, view.hidden_BM).flatten()
-    monkeypatch.setattr(electra, "sample_tokens", lambda *args: originals)
+    samples_are(originals, monkeypatch)
     part = model(*batch)
     assert part.replaced == part.found == 0
     logits = model.encoder(tokens) @ model.head
@@ -149,7 +158,7 @@ def test_a_sample_that_is_the_original_token_is_none(monkeypatch: pytest.MonkeyP
         if token in SPECIAL:
             changed[i] = 40
     assert any(token in SPECIAL for token in originals.tolist())
-    monkeypatch.setattr(electra, "sample_tokens", lambda *args: changed)
+    samples_are(changed, monkeypatch)
     assert model(*batch).replaced == 1
 
 
@@ -200,19 +209,49 @@ def test_micro_batches_with_the_steps_share_add_up_to_the_step() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0, msg=name, check_dtype=False)
 
 
+def draw(x_ND: Tensor, weight_VD: Tensor, uniform_N: Tensor) -> Tensor:
+    zeros = torch.zeros(len(x_ND), dtype=torch.int64)
+    return cross_entropy_and_samples(x_ND, weight_VD, zeros, zeros.float(), uniform_N)[1]
+
+
 def test_samples_follow_the_generators_distribution() -> None:
     x, weight = torch.randn(14, 8, generator=torch.Generator().manual_seed(0)).split((3, 11))
     n = 20_000
     uniform = (torch.arange(n) + 0.5) / n  # evenly: the counts are the probabilities, to rounding
     for row in x:
-        samples = sample_tokens(row.expand(n, -1), weight, uniform)
+        samples = draw(row.expand(n, -1), weight, uniform)
         expected = (row @ weight.T).softmax(0)
         torch.testing.assert_close(samples.bincount(minlength=11) / n, expected, rtol=0, atol=2 / n)
     # the ends of the interval, and a probability of zero
     sure = torch.tensor([[1.0, 0.0]])
     weight = torch.tensor([[-200.0, 0.0], [200.0, 0.0], [-200.0, 0.0]])
     for number in (0.0, 1 - 2**-24):
-        assert sample_tokens(sure, weight, torch.tensor([number])).item() == 1
+        assert draw(sure, weight, torch.tensor([number])).item() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradients_are_the_same_with_samples(dtype: torch.dtype) -> None:
+    """In both precisions the chunk's logits become the gradient in place, which must not happen before the draw."""
+    generator = torch.Generator().manual_seed(0)
+    n, vocabulary = 1500, 300  # more rows than a chunk has
+    x, weight = (torch.randn(size, 16, generator=generator).requires_grad_() for size in (n, vocabulary))
+    targets = torch.randint(vocabulary, (n,), generator=generator)
+    uniform = torch.rand(n, generator=generator)
+    weights = torch.ones(n)
+    results = []
+    for with_samples in (False, True):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            if with_samples:
+                part, samples = cross_entropy_and_samples(x, weight, targets, weights, uniform, 1e-4)
+            else:
+                part = cross_entropy(x, weight, targets, weights, 1e-4)
+        results.append((part.loss, *torch.autograd.grad(part.loss, (x, weight))))
+    for alone, beside in zip(*results, strict=True):
+        assert torch.equal(alone, beside)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        cumulative = (x @ weight.T).double().softmax(dim=1).cumsum(dim=1)
+    expected = (cumulative <= uniform[:, None]).sum(dim=1)
+    assert (samples != expected).sum() <= 2  # a number that lies at a step, to rounding
 
 
 def test_the_generators_head_and_samples_take_the_same_precision() -> None:
