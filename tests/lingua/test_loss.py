@@ -95,3 +95,11 @@ def test_no_rows_are_no_loss_and_no_gradient() -> None:
     cross_entropy(x, weight, torch.empty(0, dtype=torch.int64), torch.empty(0)).loss.backward()
     assert x.grad.shape == (0, 4)
     assert torch.equal(weight.grad, torch.zeros(5, 4))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 104), (torch.float32, 112), (torch.bfloat16, 128)])
+def test_rows_of_logits_begin_where_a_cache_line_does(dtype: torch.dtype, width: int) -> None:
+    """The next multiples of 64 bytes, by hand."""
+    logits = loss_module._logits_buffer(3, torch.empty(101, 2, dtype=dtype))
+    assert logits.shape == (3, 101)
+    assert logits.stride() == (width, 1)
